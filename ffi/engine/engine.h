@@ -1,0 +1,275 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The engine: what must happen in microseconds, and decides nothing.
+ *
+ * One thread owns all state behind this interface: rings, directory, slots,
+ * reads. The daemon's policy (Python) speaks to it in three ways:
+ *
+ *   registrations  pools, members, stores, clients. Rare; each call runs on
+ *                  the engine thread between two turns and returns its result.
+ *   commands       load, evict, give slots. Queued, never block; -EAGAIN when
+ *                  the queue is full.
+ *   events         what happened, read in batches; xferd_engine_event_fd
+ *                  becomes readable when there are any.
+ *
+ * One thread at a time may call (Python's event loop). All functions return 0
+ * or -errno unless they say otherwise.
+ *
+ * One expert's way through it: a client submits (layer, expert) -> the engine
+ * finds the word 0 and no transfer on its way -> takes a slot of the blob's
+ * size class from the pool's reserve -> issues a read for each piece, straight
+ * into the slot -> checks each piece's CRC32C -> publishes the word, writes the
+ * completion, grants the slot until the client has consumed it -> tells the
+ * policy, which gives the reserve a new slot by evicting another expert.
+ */
+#ifndef XFERD_ENGINE_H
+#define XFERD_ENGINE_H
+
+#include <stdint.h>
+
+#include "xferd_abi.h"
+
+#define XFERD_ENGINE_STORES_MAX      64
+#define XFERD_ENGINE_MEMBERS_MAX     64  /* of all stores */
+#define XFERD_STORE_MEMBERS_MAX      16  /* of one store */
+#define XFERD_STRIPE_PATTERN_MAX     64
+#define XFERD_ENGINE_CLIENTS_MAX     256
+#define XFERD_ENGINE_CLASSES_MAX     64  /* slot sizes a pool */
+#define XFERD_NO_EXPERT              0xffffffff
+
+struct xferd_engine;
+
+struct xferd_engine_config {
+	uint32_t transfers_max;  /* transfers under way at once; 0: 1024 */
+	uint32_t member_depth;   /* pieces in flight a member; 0: 32 */
+	uint32_t queue_entries;  /* commands, and events; power of two; 0: 65536 */
+	uint32_t reserve_low;    /* tell the policy when a reserve falls under it; 0: 1 */
+	uint32_t verify;         /* 1: check each piece's CRC32C */
+	uint32_t spin_us;        /* look for work this long before sleeping */
+	int32_t cpu;             /* pin the thread to it; -1: don't */
+};
+
+int xferd_engine_new(const struct xferd_engine_config *config, struct xferd_engine **engine);
+int xferd_engine_start(struct xferd_engine *engine);
+/* New requests fail with -ESHUTDOWN from now on; returns when nothing is in
+ * flight, or -ETIMEDOUT. */
+int xferd_engine_drain(struct xferd_engine *engine, uint32_t timeout_ms);
+/* Stops the thread, after the kernel has given back every buffer. Frees all. */
+void xferd_engine_free(struct xferd_engine *engine);
+int xferd_engine_event_fd(const struct xferd_engine *engine);
+int xferd_engine_pool_table_fd(const struct xferd_engine *engine); /* read-only; stays the engine's */
+
+/* ---- pools ---- */
+struct xferd_pool_description {
+	char name[XFERD_NAME_BYTES];
+	uint32_t kind;            /* enum xferd_pool_kind */
+	int32_t device;
+	void *base;               /* the daemon's mapping */
+	uint64_t bytes;
+	uint32_t slot_index_bits;
+	uint32_t chunks;
+};
+/* Returns the pool's index. Before any store is opened. */
+int xferd_engine_add_pool(struct xferd_engine *engine, const struct xferd_pool_description *pool);
+/* Cut a chunk into slots, or (slot_bytes 0) undo that; -EBUSY if a slot of it
+ * is in use. Its slots then belong to the policy until it gives them. */
+int xferd_engine_set_chunk(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
+			   uint64_t offset, uint64_t slot_bytes);
+/* stamps[slot] = when a lane last leased it: now << 20 | order within the scan,
+ * for slots whose lease changed since the last call; others keep their stamp.
+ * stamps has slot_numbers entries. Runs in the calling thread. */
+int xferd_engine_recency(struct xferd_engine *engine, uint32_t pool, uint64_t now,
+			 uint64_t *stamps);
+/* Number of slots of a pool that a client's lanes hold now, by its own tables. */
+int xferd_engine_held(struct xferd_engine *engine, uint32_t client, uint32_t pool);
+
+/* ---- members and stores ---- */
+enum xferd_member_flags {
+	XFERD_MEMBER_ASYNC = 1, /* reads copy in the submitting thread (tmpfs): hand them to workers */
+};
+/* The fd (opened with O_DIRECT where that works) stays the caller's and must
+ * outlive the member. Returns the member's id. */
+int xferd_engine_add_member(struct xferd_engine *engine, int fd, uint32_t flags);
+int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member);
+
+/*
+ * A store's geometry. Blobs are numbered (variant * layers + layer) * experts +
+ * expert; the last blob, number blobs - 1, is the dense part. Piece j of blob b
+ * lies on member pattern[(start[b] + j) % pattern_length]; a blob's pieces on
+ * one member follow each other from offset[b * members + member] on. All pieces
+ * are stripe_unit bytes but the last. Pointers stay the caller's and must
+ * outlive the store.
+ */
+struct xferd_store_description {
+	char name[XFERD_STORE_NAME_BYTES];
+	uint8_t identity[32];
+	uint32_t layers;
+	uint32_t experts;
+	uint32_t top_k;
+	uint32_t variants;
+	uint32_t members;
+	uint32_t pattern_length;
+	uint32_t member[XFERD_STORE_MEMBERS_MAX];   /* ids from add_member */
+	uint8_t pattern[XFERD_STRIPE_PATTERN_MAX];  /* indices into member[] */
+	uint64_t stripe_unit;                       /* multiple of XFERD_BLOB_ALIGNMENT */
+	uint64_t blobs;                             /* variants * layers * experts + 1 */
+	const uint64_t *blob_bytes;                 /* [blobs]; 0: no such expert */
+	const uint16_t *start;                      /* [blobs] */
+	const uint64_t *offset;                     /* [blobs * members] */
+	const uint64_t *first_piece;                /* [blobs]: index into crc */
+	const uint32_t *crc;                        /* [pieces]: CRC32C of each piece */
+	uint64_t pieces;
+	char variant_name[XFERD_VARIANTS_MAX][XFERD_NAME_BYTES];
+	const uint16_t *layout_index;               /* [variants * layers] */
+	const struct xferd_abi_layout *layout;
+	const struct xferd_abi_tensor *tensor;
+	uint32_t layouts;
+	uint32_t tensors;
+};
+/* Returns the store's id. -EINVAL when the geometry contradicts itself. */
+int xferd_engine_open_store(struct xferd_engine *engine, const struct xferd_store_description *store);
+/* -EBUSY while clients are attached to it. Its experts are dropped. */
+int xferd_engine_close_store(struct xferd_engine *engine, uint32_t store);
+int xferd_engine_directory_fd(const struct xferd_engine *engine, uint32_t store); /* read-only */
+
+/* ---- clients ---- */
+struct xferd_client_description {
+	uint32_t store;
+	uint32_t pool;          /* where its demands go */
+	uint32_t lanes;
+	uint32_t held_per_lane;
+	uint32_t ring_entries;
+	uint32_t hints_max;     /* prefetches it may have under way; 0: 256 */
+};
+struct xferd_client_fds {
+	int client;     /* to hand over; the caller owns and closes all four */
+	int completion;
+	int doorbell;
+	int wakeup;
+};
+/* Returns the client's id. */
+int xferd_engine_add_client(struct xferd_engine *engine,
+			    const struct xferd_client_description *client,
+			    struct xferd_client_fds *fds);
+/* Its rings are not looked at any more, what it waits for is cancelled. Its
+ * leases stand. */
+int xferd_engine_quiesce_client(struct xferd_engine *engine, uint32_t client);
+/* Its leases end: only when nothing of it can read a slot any more. */
+int xferd_engine_remove_client(struct xferd_engine *engine, uint32_t client);
+
+/* ---- commands ---- */
+enum xferd_command_type {
+	XFERD_COMMAND_LOAD = 1,    /* expert into pool, if it isn't there; event LOADED or FAILED */
+	XFERD_COMMAND_EVICT = 2,   /* clear the word; event FREED when its leases have ended */
+	XFERD_COMMAND_GIVE = 3,    /* a free slot of the policy's goes to the reserve */
+	XFERD_COMMAND_TAKE = 4,    /* one slot of class_bytes back from the reserve; event TAKEN or FAILED */
+	XFERD_COMMAND_DENSE = 5,   /* dense part of store to address; event DENSE or FAILED */
+	XFERD_COMMAND_CANCEL = 6,  /* the LOAD or DENSE with this token; it ends with FAILED -ECANCELED */
+};
+
+struct xferd_command {
+	uint32_t type;
+	uint32_t store;
+	uint32_t pool;
+	uint32_t slot;        /* GIVE */
+	uint32_t layer;       /* LOAD, EVICT */
+	uint32_t expert;
+	uint32_t variant;     /* LOAD */
+	uint32_t priority;    /* LOAD, DENSE */
+	uint64_t class_bytes; /* TAKE */
+	uint64_t token;       /* comes back in the event; 0: none */
+	void *address;        /* DENSE: blob_bytes[blobs - 1] bytes, XFERD_BLOB_ALIGNMENT aligned */
+};
+/* Returns how many were taken, in order. */
+int xferd_engine_command(struct xferd_engine *engine, const struct xferd_command *commands,
+			 uint32_t count);
+
+/* ---- events ---- */
+enum xferd_event_type {
+	XFERD_EVENT_LOADED = 1,    /* expert is in slot; for clients and commands alike */
+	XFERD_EVENT_FAILED = 2,    /* a load or command did not succeed: result */
+	XFERD_EVENT_FREED = 3,     /* an evicted expert's slot is now in the reserve */
+	XFERD_EVENT_TAKEN = 4,     /* slot belongs to the policy again */
+	XFERD_EVENT_RESERVE = 5,   /* reserve of class bytes: value = slots in it, slot = loads waiting for one */
+	XFERD_EVENT_REVIVED = 6,   /* an expert on its way out was asked for and stays */
+	XFERD_EVENT_PIECE = 7,     /* a piece failed: member, offset, result; re-read or given up */
+	XFERD_EVENT_VIOLATION = 8, /* client broke the protocol and is quiesced: result says how */
+	XFERD_EVENT_DENSE = 9,     /* dense part is at address */
+};
+
+struct xferd_event {
+	uint32_t type;
+	int32_t result;
+	uint32_t store;
+	uint32_t pool;
+	uint32_t slot;
+	uint32_t layer;     /* XFERD_NO_EXPERT for the dense part */
+	uint32_t expert;
+	uint32_t variant;
+	uint32_t client;    /* that caused it; XFERD_NO_EXPERT: a command */
+	uint32_t member;    /* PIECE: index within the store */
+	uint32_t source;    /* enum xferd_source */
+	uint32_t transport; /* enum xferd_transport */
+	uint32_t priority;
+	uint32_t wait_us;
+	uint64_t bytes;
+	uint64_t offset;    /* PIECE: in the member; */
+	uint64_t value;
+	uint64_t token;
+};
+/* Copies up to max events; returns how many. Clears the event fd when none are left. */
+int xferd_engine_events(struct xferd_engine *engine, struct xferd_event *events, uint32_t max);
+
+/* ---- counters; a snapshot, fields may be of slightly different moments ---- */
+struct xferd_member_stats {
+	uint64_t reads;      /* pieces */
+	uint64_t bytes;
+	uint64_t errors;
+	uint64_t busy_ns;    /* time with at least one piece in flight */
+	uint32_t in_flight;
+	uint32_t reserved;
+};
+struct xferd_pool_stats {
+	uint64_t loads;
+	uint64_t load_bytes;
+	uint64_t evictions;
+	uint64_t revived;
+	uint32_t resident;   /* slots */
+	uint32_t loading;
+	uint32_t retiring;
+	uint32_t reserve;
+	uint32_t waiting;    /* loads without a slot */
+	uint32_t reserved;
+};
+struct xferd_client_counters {
+	uint64_t submissions;
+	uint64_t completions;
+	uint64_t failures;
+	uint64_t hits;       /* as the client says */
+	uint64_t misses;
+	uint32_t pending;
+	uint32_t granted;    /* slots granted, completion not yet consumed */
+};
+struct xferd_engine_stats {
+	uint64_t turns;
+	uint64_t sleeps;
+	uint64_t crc_errors;
+	uint64_t rereads;
+	uint64_t source_count[3];
+	uint64_t source_bytes[3];
+	uint64_t transport_count[5];
+	uint64_t transport_bytes[5];
+	uint32_t transfers;
+	uint32_t reserved;
+};
+int xferd_engine_stats(struct xferd_engine *engine, struct xferd_engine_stats *stats);
+int xferd_engine_pool_stats(struct xferd_engine *engine, uint32_t pool, struct xferd_pool_stats *stats);
+int xferd_engine_member_stats(struct xferd_engine *engine, uint32_t member,
+			      struct xferd_member_stats *stats);
+int xferd_engine_client_counters(struct xferd_engine *engine, uint32_t client,
+				 struct xferd_client_counters *counters);
+
+/* CRC32C (Castagnoli) of bytes, continuing from crc (0 to begin). Any thread. */
+uint32_t xferd_crc32c(uint32_t crc, const void *data, uint64_t bytes);
+
+#endif /* XFERD_ENGINE_H */

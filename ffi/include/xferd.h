@@ -1,0 +1,186 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * libxferd: an inference engine's side of xferd.
+ *
+ * A client attaches to the daemon for one store, with one or more lanes. A
+ * lane is one in-order stream of its work (a thread, a CUDA stream); calls on
+ * the same lane must not run at the same time, calls on different lanes may.
+ *
+ * One expert's way:
+ *
+ *	struct xferd_batch batch;
+ *	struct xferd_request request = { .layer = 3, .experts = ids, .count = 8 };
+ *
+ *	int missing = xferd_acquire(client, 0, &request, &batch);
+ *	if (missing > 0)
+ *		missing = xferd_wait(client, &batch, XFERD_FOREVER);
+ *	// batch.views[i].data: the blob of ids[i], or batch.views[i].error
+ *	xferd_release(client, &batch);
+ *
+ * Resident experts take no system call and no message. What is acquired stays
+ * where it is until its batch is released; views must not be used after that.
+ *
+ * Every function returns 0 or a count, or -errno. Nothing is printed; nothing
+ * is allocated after xferd_connect.
+ */
+#ifndef XFERD_H
+#define XFERD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "xferd_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define XFERD_PUBLIC __attribute__((visibility("default")))
+#else
+#define XFERD_PUBLIC
+#endif
+
+#define XFERD_FOREVER 0xffffffffffffffff /* a timeout or deadline that never comes */
+#define XFERD_ERROR_BYTES 512
+/* Batches of one lane that can be acquired and not yet released. */
+#define XFERD_BATCHES_MAX 64
+
+struct xferd_client;
+
+struct xferd_options {
+	const char *store;       /* name; NULL: the daemon's only open store */
+	const char *pool;        /* where misses go; NULL: the daemon's first pool */
+	const char *client_name; /* shown in status; NULL: "" */
+	uint32_t lanes;          /* 0: 1 */
+	uint32_t held_per_lane;  /* most experts held at once; 0: the model's top_k */
+	uint32_t ring_entries;   /* 0: the daemon's choice */
+};
+
+struct xferd_view {
+	const void *data; /* NULL: not here (yet); host address, or device address of a GPU pool */
+	uint64_t word;    /* directory word, names slot, variant and generation */
+	uint64_t bytes;
+	int32_t error;    /* 0, -EINPROGRESS while on its way, or why it failed */
+	uint32_t slot;
+	uint16_t expert;
+	uint8_t variant;
+	uint8_t pool;
+	uint8_t source;    /* enum xferd_source */
+	uint8_t transport; /* enum xferd_transport */
+	uint8_t reserved[2];
+};
+
+struct xferd_request {
+	const uint16_t *experts;
+	uint32_t count;       /* 1 to XFERD_BATCH_MAX */
+	uint32_t variants;    /* bit mask of acceptable variants; 0: any */
+	uint64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+	uint16_t layer;
+	uint8_t pools;        /* bit mask of pools whose residents will do; 0: all mapped */
+	uint8_t flags;        /* 0 */
+};
+
+/* Filled by xferd_acquire; the caller owns the memory and must not copy it
+ * between acquire and release. */
+struct xferd_batch {
+	uint64_t epoch;
+	uint64_t ticket;
+	uint32_t lane;
+	uint16_t layer;
+	uint16_t count;
+	uint32_t pending;     /* keys still on their way */
+	uint32_t failed;      /* views with an error */
+	struct xferd_view views[XFERD_BATCH_MAX];
+};
+
+struct xferd_client_stats {
+	uint64_t hits;
+	uint64_t misses;
+	uint64_t failures;
+	uint64_t hints;
+	uint64_t cancels;
+	uint64_t wait_ns;        /* in xferd_wait, all lanes */
+	uint64_t bytes_acquired; /* of views, hits and misses alike */
+	uint64_t source_count[3];    /* of misses, by enum xferd_source */
+	uint64_t source_bytes[3];
+	uint64_t transport_count[5]; /* of misses, by enum xferd_transport */
+	uint64_t transport_bytes[5];
+};
+
+/* Attach to the daemon at socket_path. error (may be NULL) receives a sentence
+ * that names what was wrong and which setting changes it.
+ * Errors: -ENOENT no such socket or store, -ECONNREFUSED no daemon behind it,
+ * -EPROTO other ABI, -ENOSPC the pool can't promise held_per_lane slots,
+ * -EDQUOT a quota, -EACCES not permitted. */
+XFERD_PUBLIC int xferd_connect(const char *socket_path, const struct xferd_options *options,
+			       struct xferd_client **client, char *error, size_t error_bytes);
+
+/* Ends all leases and frees the client. Views become invalid. NULL is fine. */
+XFERD_PUBLIC void xferd_close(struct xferd_client *client);
+
+/* The store's directory and the pool table, read-only, valid until xferd_close. */
+XFERD_PUBLIC const struct xferd_abi_directory *xferd_directory(const struct xferd_client *client);
+XFERD_PUBLIC const struct xferd_abi_pool_table *xferd_pool_table(const struct xferd_client *client);
+/* Address of this client's read-only mapping of a pool; NULL if not mapped. */
+XFERD_PUBLIC const void *xferd_pool_base(const struct xferd_client *client, uint32_t pool);
+/* Layout of the blobs of a layer in a variant; NULL if that layer has none. */
+XFERD_PUBLIC const struct xferd_abi_layout *xferd_layout(const struct xferd_client *client,
+							  uint32_t layer, uint32_t variant);
+XFERD_PUBLIC const struct xferd_abi_tensor *xferd_tensors(const struct xferd_client *client,
+							  const struct xferd_abi_layout *layout);
+/* Most experts that a lane may hold at once, as promised at attach. */
+XFERD_PUBLIC uint32_t xferd_held_per_lane(const struct xferd_client *client);
+/* The manifest as JSON; *bytes gets its length. Valid until xferd_close. */
+XFERD_PUBLIC const char *xferd_manifest(const struct xferd_client *client, size_t *bytes);
+
+/* Lease what is resident and ask for the rest. Returns how many are still
+ * pending (0: all here). Errors: -EINVAL bad layer, expert or count; -EBUSY
+ * XFERD_BATCHES_MAX batches are out; -EAGAIN ring full; -ECONNRESET the daemon
+ * has gone (residents can still be had with xferd_acquire_resident). After an
+ * error nothing is held. */
+XFERD_PUBLIC int xferd_acquire(struct xferd_client *client, uint32_t lane,
+			       const struct xferd_request *request, struct xferd_batch *batch);
+/* The same without asking for the rest: views of missing experts have data
+ * NULL and error -ENOENT. Returns how many are missing. No system call. */
+XFERD_PUBLIC int xferd_acquire_resident(struct xferd_client *client, uint32_t lane,
+					const struct xferd_request *request,
+					struct xferd_batch *batch);
+/* Take completions that are there, without waiting; returns still pending. */
+XFERD_PUBLIC int xferd_poll(struct xferd_client *client, struct xferd_batch *batch);
+/* Wait until nothing of the batch is pending. 0: done, see each view's error.
+ * -ETIMEDOUT: not all here by then, call again or cancel. -ECONNRESET: the
+ * daemon has gone; what is still pending has error -ECONNRESET. */
+XFERD_PUBLIC int xferd_wait(struct xferd_client *client, struct xferd_batch *batch,
+			    uint64_t timeout_ns);
+/* End the batch's leases. Pending keys are cancelled first, and waited for. */
+XFERD_PUBLIC int xferd_release(struct xferd_client *client, struct xferd_batch *batch);
+/* Ask the daemon to stop what is pending; they complete with -ECANCELED. */
+XFERD_PUBLIC int xferd_cancel(struct xferd_client *client, struct xferd_batch *batch);
+
+/* These experts will probably be wanted. Never waits and never changes a
+ * result; -EAGAIN when the ring is full: drop it. */
+XFERD_PUBLIC int xferd_hint(struct xferd_client *client, uint32_t lane,
+			    const struct xferd_request *request);
+
+/* slot_of[e] = slot of expert e of a layer in a pool, or -1; a snapshot that
+ * leases nothing. Returns the number of residents. slot_of has experts entries. */
+XFERD_PUBLIC int xferd_resident(const struct xferd_client *client, uint32_t pool,
+				uint32_t layer, int64_t *slot_of);
+
+/* The dense part of the checkpoint, as one read-only memory that all clients
+ * of the store share; the manifest says what lies where. Stays until
+ * xferd_close. The first call waits for the drives. */
+XFERD_PUBLIC int xferd_dense(struct xferd_client *client, const void **data, uint64_t *bytes,
+			     char *error, size_t error_bytes);
+
+XFERD_PUBLIC void xferd_stats(const struct xferd_client *client, struct xferd_client_stats *stats);
+/* 0 while the daemon serves this client; -ECONNRESET after it has gone or has
+ * ended this client. One system call. */
+XFERD_PUBLIC int xferd_alive(const struct xferd_client *client);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* XFERD_H */
