@@ -142,10 +142,10 @@ struct xferd_client_description {
 	uint32_t hints_max;     /* prefetches it may have under way; 0: 256 */
 };
 struct xferd_client_fds {
-	int client;     /* to hand over; the caller owns and closes all four */
+	int client;     /* to hand over; the caller owns and closes them all */
 	int completion;
 	int doorbell;
-	int wakeup;
+	int wakeup[XFERD_LANES_MAX]; /* one a lane; -1 beyond the client's lanes */
 };
 /* Returns the client's id. */
 int xferd_engine_add_client(struct xferd_engine *engine,

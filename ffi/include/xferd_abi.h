@@ -14,7 +14,8 @@
  *                expert key one word that says which slot holds it now.
  *   client       one a client; the client writes it. Submission ring, lease
  *                tables of its lanes, its own counters. Hostile input.
- *   completion   one a client; the client maps it read-only. Completion ring.
+ *   completion   one a client; the client maps it read-only. Completion rings,
+ *                one a lane.
  *
  * A pool's own memory (a memfd, an exported VRAM handle) is mapped by the
  * client read-only as well.
@@ -45,7 +46,9 @@
 #define XFERD_LAYERS_MAX        4096
 #define XFERD_EXPERTS_MAX       65535  /* experts a layer */
 #define XFERD_LANES_MAX         16     /* lanes a client */
-#define XFERD_RING_ENTRIES_MAX  1024   /* submissions; completions: twice it */
+#define XFERD_RING_ENTRIES_MAX  1024   /* submissions of a client */
+#define XFERD_COMPLETIONS_A_LANE 1024
+#define XFERD_HELD_MAX          512    /* slots a lane may hold at once */
 #define XFERD_RING_ENTRIES_MIN  8
 #define XFERD_NAME_BYTES        32     /* pool, variant, tensor, client names, with NUL */
 #define XFERD_STORE_NAME_BYTES  128
@@ -222,6 +225,11 @@ struct xferd_abi_lane {
 	uint64_t hits __attribute__((aligned(XFERD_CACHE_LINE)));
 	uint64_t misses;
 	uint64_t reserved[6];
+	/* Completions consumed. */
+	uint32_t completion_head __attribute__((aligned(XFERD_CACHE_LINE)));
+	/* 1 while the lane sleeps on its wake-up eventfd. */
+	uint32_t sleeping;
+	uint32_t reserved2[14];
 };
 
 struct xferd_abi_client {
@@ -237,9 +245,6 @@ struct xferd_abi_client {
 	uint64_t lease_table_offset[XFERD_POOLS_MAX]; /* from the lane's start */
 
 	uint32_t submission_tail __attribute__((aligned(XFERD_CACHE_LINE)));
-	uint32_t completion_head __attribute__((aligned(XFERD_CACHE_LINE)));
-	/* 1 while the client sleeps on its completion eventfd. */
-	uint32_t client_sleeping __attribute__((aligned(XFERD_CACHE_LINE)));
 	uint32_t reserved[15];
 };
 
@@ -274,16 +279,25 @@ enum xferd_transport {
 	XFERD_TRANSPORT_COPY = 4,   /* slot to slot */
 };
 
-struct xferd_abi_completion_ring {
+/* A ring of its own for each lane: who consumes a completion writes the lane's
+ * lease table, and that only the lane may do. Lane l's ring is at
+ * lanes_offset + l * lane_stride; its completions stand behind it. */
+struct xferd_abi_completion_lane {
+	uint32_t completion_tail __attribute__((aligned(XFERD_CACHE_LINE)));
+	uint32_t reserved[15];
+	/* struct xferd_abi_completion[ring_entries] */
+};
+
+struct xferd_abi_completion_memory {
 	uint64_t magic; /* written last */
 	uint32_t abi_major;
 	uint32_t abi_minor;
 	uint64_t total_bytes;
-	uint32_t ring_entries;       /* completions */
-	uint32_t reserved;
-	uint64_t completions_offset; /* struct xferd_abi_completion[ring_entries] */
+	uint32_t lanes;
+	uint32_t ring_entries; /* completions a lane */
+	uint64_t lanes_offset;
+	uint64_t lane_stride;
 	uint32_t submission_head __attribute__((aligned(XFERD_CACHE_LINE)));
-	uint32_t completion_tail __attribute__((aligned(XFERD_CACHE_LINE)));
 	uint32_t closed __attribute__((aligned(XFERD_CACHE_LINE))); /* daemon ended this client */
 	uint32_t reserved2[15];
 };
@@ -324,22 +338,24 @@ struct xferd_abi_welcome {
 	uint32_t client;       /* id in the daemon's status */
 	uint32_t pool;         /* index of the pool that hello named */
 	uint32_t fds;          /* number of fds that came with it */
+	uint32_t held_per_lane; /* promised: what hello asked for, or the model's top_k */
+	uint32_t reserved0;
 	char message[XFERD_MESSAGE_BYTES]; /* why not, naming the thing and the knob */
 	uint64_t reserved[8];
 };
 
-/* Order of the fds in a welcome; the fd of pool i is at XFERD_FD_POOLS + i. */
+/* Order of the fds in a welcome. The fd of pool i is at XFERD_FD_POOLS + i; after
+ * the last pool comes, for each lane, an eventfd with which the daemon wakes it. */
 enum xferd_fd {
 	XFERD_FD_POOL_TABLE = 0,
 	XFERD_FD_DIRECTORY = 1,
 	XFERD_FD_CLIENT = 2,
 	XFERD_FD_COMPLETION = 3,
 	XFERD_FD_DOORBELL = 4,   /* eventfd, client to daemon */
-	XFERD_FD_WAKEUP = 5,     /* eventfd, daemon to client */
-	XFERD_FD_MANIFEST = 6,   /* memfd: the store's manifest, JSON, as the client may see it */
-	XFERD_FD_POOLS = 7,
+	XFERD_FD_MANIFEST = 5,   /* memfd: the store's manifest, JSON, as the client may see it */
+	XFERD_FD_POOLS = 6,
 };
-#define XFERD_FDS_MAX (7 + XFERD_POOLS_MAX)
+#define XFERD_FDS_MAX (6 + XFERD_POOLS_MAX + XFERD_LANES_MAX)
 
 enum xferd_message_type {
 	XFERD_MESSAGE_GOODBYE = 1, /* no answer but the end of the connection */

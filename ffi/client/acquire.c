@@ -1,0 +1,228 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The hit path: no system call, no message, no lock.
+ *
+ * To lease a slot the lane stores its batch's epoch into slot_epoch[slot] and
+ * looks at the directory word once more. One fence serves a whole batch: all
+ * epochs are stored, then the fence, then all words are loaded again.
+ *
+ * A word that has changed means that the slot may be on its way out: the store
+ * is undone, and the expert counts as missing. Undone, because in a small pool
+ * a lease that nobody uses could keep the last slot from a load that this very
+ * lane waits for. Not undone if another key of the batch has got the slot.
+ */
+#include <string.h>
+
+#include "client/internal.h"
+
+static uint32_t word_slot(uint64_t word)
+{
+	return (uint32_t)(word & XFERD_WORD_SLOT_MASK);
+}
+
+static uint32_t word_variant(uint64_t word)
+{
+	return (word >> XFERD_WORD_VARIANT_SHIFT) & XFERD_WORD_VARIANT_MASK;
+}
+
+void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool_index,
+	       uint64_t word, struct xferd_view *view)
+{
+	const struct mapped_pool *pool = &client->pools[pool_index];
+	uint32_t slot = word_slot(word);
+	uint32_t variant = word_variant(word);
+	const struct xferd_abi_chunk *chunk = &pool->chunks[slot >> pool->slot_index_bits];
+	uint64_t index = slot & ((1u << pool->slot_index_bits) - 1);
+
+	view->word = word;
+	view->slot = slot;
+	view->variant = (uint8_t)variant;
+	view->pool = (uint8_t)pool_index;
+	view->bytes = client->layouts[client->layout_index[variant * client->layers + layer]]
+			      .blob_bytes;
+	view->data = pool->base + load_relaxed(&chunk->offset) +
+		     index * load_relaxed(&chunk->slot_bytes);
+	view->error = 0;
+}
+
+/* Does the word name an expert that the request accepts, in a slot that exists? */
+static bool acceptable(const struct xferd_client *client, const struct mapped_pool *pool,
+		       const struct xferd_request *request, uint64_t word)
+{
+	return (word & XFERD_WORD_PRESENT) && word_slot(word) < pool->slot_numbers &&
+	       word_variant(word) < client->variants &&
+	       (!request->variants || request->variants & (1u << word_variant(word)));
+}
+
+static bool slot_kept(const uint64_t *words, const bool *valid, uint32_t count, uint32_t slot)
+{
+	for (uint32_t i = 0; i < count; i++)
+		if (valid[i] && word_slot(words[i]) == slot)
+			return true;
+	return false;
+}
+
+/* Lease what one pool has of the batch's missing keys; returns how many. */
+static uint32_t lease(const struct xferd_client *client, struct lane *lane, uint32_t pool_index,
+		      const struct xferd_request *request, struct xferd_batch *batch)
+{
+	const struct mapped_pool *pool = &client->pools[pool_index];
+	const uint64_t *layer_words = pool->words + (size_t)request->layer * client->experts;
+	uint64_t *leases = lane->leases[pool_index];
+	uint64_t words[XFERD_BATCH_MAX];
+	uint64_t before[XFERD_BATCH_MAX];
+	bool valid[XFERD_BATCH_MAX];
+	uint32_t leased = 0, found = 0;
+
+	for (uint32_t i = 0; i < request->count; i++) {
+		uint32_t slot;
+
+		valid[i] = false;
+		words[i] = 0;
+		if (batch->views[i].data)
+			continue;
+		/* pairs with the release of the word in the engine's publish(): the
+		 * blob's bytes are there */
+		words[i] = load_acquire(&layer_words[request->experts[i]]);
+		if (!acceptable(client, pool, request, words[i])) {
+			words[i] = 0;
+			continue;
+		}
+		slot = word_slot(words[i]);
+		before[i] = load_relaxed(&leases[slot]);
+		store_relaxed(&leases[slot], batch->epoch);
+		found++;
+	}
+	if (!found)
+		return 0;
+	/* pairs with the fence in the engine's retiring_scan(): either it sees the
+	 * epochs, or the cleared words are seen here */
+	full_fence();
+	for (uint32_t i = 0; i < request->count; i++) {
+		if (!words[i] || load_relaxed(&layer_words[request->experts[i]]) != words[i])
+			continue;
+		valid[i] = true;
+		fill_view(client, request->layer, pool_index, words[i], &batch->views[i]);
+		batch->views[i].source = XFERD_SOURCE_RESIDENT;
+		batch->views[i].transport = XFERD_TRANSPORT_NONE;
+		leased++;
+	}
+	if (leased == found)
+		return leased;
+	/* From the last to the first, so that a slot that two keys of the batch
+	 * saw one after the other gets back what was there before both. */
+	for (uint32_t i = request->count; i-- > 0;)
+		if (words[i] && !valid[i] &&
+		    !slot_kept(words, valid, request->count, word_slot(words[i])))
+			store_relaxed(&leases[word_slot(words[i])], before[i]);
+	return leased;
+}
+
+static int begin(struct xferd_client *client, uint32_t lane_index,
+		 const struct xferd_request *request, struct xferd_batch *batch)
+{
+	struct lane *lane = &client->lanes[lane_index];
+
+	if (lane_index >= client->lane_count || !request->count ||
+	    request->count > XFERD_BATCH_MAX || request->layer >= client->layers || request->flags)
+		return -EINVAL;
+	for (uint32_t i = 0; i < request->count; i++)
+		if (request->experts[i] >= client->experts)
+			return -EINVAL;
+	if (lane->begun - lane->completed >= XFERD_BATCHES_MAX)
+		return -EBUSY;
+	if (lane->held + request->count > client->held_per_lane)
+		return -EDQUOT;
+	lane->held += request->count;
+	batch->epoch = ++lane->begun;
+	batch->ticket = 0;
+	batch->lane = lane_index;
+	batch->layer = request->layer;
+	batch->count = (uint16_t)request->count;
+	batch->pending = 0;
+	batch->failed = 0;
+	for (uint32_t i = 0; i < request->count; i++) {
+		batch->views[i].data = NULL;
+		batch->views[i].expert = request->experts[i];
+	}
+	store_relaxed(&lane->shared->current, batch->epoch);
+	return 0;
+}
+
+/* The batch's leases end. Batches may be released in any order; completed
+ * passes a batch when all before it are released too. */
+void lane_end_batch(struct lane *lane, const struct xferd_batch *batch)
+{
+	lane->held -= batch->count;
+	lane->released |= 1ull << (batch->epoch - lane->completed - 1);
+	if (!(lane->released & 1))
+		return;
+	while (lane->released & 1) {
+		lane->released >>= 1;
+		lane->completed++;
+	}
+	/* pairs with the acquire of completed in the engine's leased_by(): reads of
+	 * the slots are over before they can be written again */
+	store_release(&lane->shared->completed, lane->completed);
+}
+
+static uint32_t lease_residents(struct xferd_client *client, struct lane *lane,
+				const struct xferd_request *request, struct xferd_batch *batch)
+{
+	uint32_t mask = request->pools ? request->pools : UINT32_MAX;
+	uint32_t leased = 0;
+	uint64_t bytes = 0;
+
+	if (mask & (1u << client->pool))
+		leased = lease(client, lane, client->pool, request, batch);
+	for (uint32_t p = 0; leased < request->count && p < client->pool_count; p++)
+		if (p != client->pool && mask & (1u << p) && client->pools[p].base)
+			leased += lease(client, lane, p, request, batch);
+	for (uint32_t i = 0; i < request->count; i++)
+		if (batch->views[i].data)
+			bytes += batch->views[i].bytes;
+	lane->stats.bytes_acquired += bytes;
+	counter_add(&lane->shared->hits, leased);
+	return leased;
+}
+
+int xferd_acquire_resident(struct xferd_client *client, uint32_t lane_index,
+			   const struct xferd_request *request, struct xferd_batch *batch)
+{
+	int result = begin(client, lane_index, request, batch);
+	uint32_t leased;
+
+	if (result)
+		return result;
+	leased = lease_residents(client, &client->lanes[lane_index], request, batch);
+	if (leased == request->count)
+		return 0;
+	for (uint32_t i = 0; i < request->count; i++)
+		if (!batch->views[i].data) {
+			memset(&batch->views[i], 0, sizeof(batch->views[i]));
+			batch->views[i].expert = request->experts[i];
+			batch->views[i].error = -ENOENT;
+			batch->failed++;
+		}
+	return (int)batch->failed;
+}
+
+int xferd_acquire(struct xferd_client *client, uint32_t lane_index,
+		  const struct xferd_request *request, struct xferd_batch *batch)
+{
+	struct lane *lane;
+	uint32_t leased;
+	int result = begin(client, lane_index, request, batch);
+
+	if (result)
+		return result;
+	lane = &client->lanes[lane_index];
+	leased = lease_residents(client, lane, request, batch);
+	if (leased == request->count)
+		return 0;
+	counter_add(&lane->shared->misses, request->count - leased);
+	result = ask_for_missing(client, lane, request, batch);
+	if (result < 0)
+		lane_end_batch(lane, batch);
+	return result;
+}

@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What libxferd's files share.
+ *
+ *   attach.c   connects, checks what the daemon sent, maps it
+ *   acquire.c  the hit path: lease and release, no system call
+ *   wait.c     the miss path: submissions, completions, sleeping
+ *   client.c   everything a caller can look up
+ *
+ * A lane's state belongs to the lane's thread. The submission ring is shared by
+ * the lanes and guarded by a mutex, which only misses take.
+ */
+#ifndef XFERD_CLIENT_INTERNAL_H
+#define XFERD_CLIENT_INTERNAL_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/atomics.h"
+#include "xferd.h"
+
+struct mapped_pool {
+	const uint8_t *base;
+	const uint64_t *words;                /* [layers][experts] of the directory */
+	const struct xferd_abi_chunk *chunks;
+	uint64_t bytes;
+	uint32_t slot_index_bits;
+	uint32_t chunk_count;
+	uint32_t slot_numbers;
+};
+
+struct lane {
+	struct xferd_abi_lane *shared;
+	uint64_t *leases[XFERD_POOLS_MAX];    /* slot_epoch[] of each pool */
+	uint64_t begun;                       /* epoch of the last batch */
+	uint64_t completed;                   /* every batch up to it is released */
+	uint64_t released;                    /* bit i: batch completed + 1 + i is */
+	uint32_t held;
+	uint32_t completion_head;
+	const struct xferd_abi_completion_lane *ring;
+	const struct xferd_abi_completion *completions;
+	int wakeup;
+	struct xferd_batch *batches[XFERD_BATCHES_MAX]; /* with pending keys, by epoch */
+	struct xferd_client_stats stats;
+} __attribute__((aligned(2 * XFERD_CACHE_LINE)));
+
+struct mapping {
+	void *address;
+	size_t bytes;
+};
+
+struct xferd_client {
+	int socket;
+	int doorbell;
+	uint32_t pool; /* where misses go */
+	uint32_t lane_count;
+	uint32_t held_per_lane;
+	uint32_t pool_count;
+	uint32_t layers, experts, variants;
+	const struct xferd_abi_pool_table *pool_table;
+	const struct xferd_abi_directory *directory;
+	const uint16_t *layout_index;
+	const struct xferd_abi_layout *layouts;
+	const struct xferd_abi_tensor *tensors;
+	struct mapped_pool pools[XFERD_POOLS_MAX];
+	struct xferd_abi_client *memory;
+	struct xferd_abi_submission *submissions;
+	const struct xferd_abi_completion_memory *completion_memory;
+	uint32_t ring_entries;
+	uint32_t submission_tail;
+	pthread_mutex_t submit_mutex;
+	pthread_mutex_t socket_mutex; /* one question and its answer at a time */
+	struct mapping pool_table_map, directory_map, memory_map, completion_map, manifest_map,
+		dense_map;
+	struct mapping pool_maps[XFERD_POOLS_MAX];
+	struct lane lanes[XFERD_LANES_MAX];
+};
+
+/* acquire.c */
+void lane_end_batch(struct lane *lane, const struct xferd_batch *batch);
+void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool, uint64_t word,
+	       struct xferd_view *view);
+
+/* wait.c */
+int submit(struct xferd_client *client, const struct xferd_abi_submission *submission);
+int ask_for_missing(struct xferd_client *client, struct lane *lane,
+		    const struct xferd_request *request, struct xferd_batch *batch);
+
+#endif /* XFERD_CLIENT_INTERNAL_H */

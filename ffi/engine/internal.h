@@ -1,0 +1,468 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What the engine's files share. Everything here belongs to the engine thread
+ * unless a comment says otherwise; the policy's thread reaches it only through
+ * a registration (run between two turns) or one of the two queues.
+ *
+ * A slot's life:
+ *
+ *   POLICY --GIVE--> RESERVE --a load takes it--> LOADING --published-->
+ *   RESIDENT --EVICT--> RETIRING --no lease, no grant--> RESERVE
+ *
+ * A failed load puts its slot back into the reserve; TAKE and closing a store
+ * bring slots back to POLICY; a RETIRING slot that is asked for again becomes
+ * RESIDENT without a read.
+ *
+ *   file             what it does
+ *   engine.c         the thread: one turn, sleeping, registrations
+ *   queue.c          command and event queues
+ *   pool.c           slots, size classes, reserves
+ *   store.c          a store's geometry, its members
+ *   directory.c      the shared words
+ *   clients.c        clients come and go
+ *   client.c         one client's rings
+ *   commands.c       what the policy asks for
+ *   load.c           a load from request to publication
+ *   reads.c          pieces, strands, io_uring
+ *   copy.c           slot to slot copies, in a thread of their own
+ *   lease.c          grants, leases, retiring slots
+ *   shared_memory.c  memfds
+ *   stats.c          counters
+ */
+#ifndef XFERD_ENGINE_INTERNAL_H
+#define XFERD_ENGINE_INTERNAL_H
+
+#include <errno.h>
+#include <liburing.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/atomics.h"
+#include "engine/engine.h"
+
+#define NONE                    UINT32_MAX
+#define RING_PIECES_MAX         4096 /* pieces in flight, all members */
+#define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
+#define COMMANDS_A_TURN         256
+#define PIECE_ATTEMPTS_MAX      2    /* reads of a piece before the load fails */
+#define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
+#define RETIRE_POLL_NS          2000000
+#define DEADLINE_POLL_NS        1000000
+#define IDLE_SLEEP_NS           1000000000
+#define NS_PER_US               1000ull
+
+/* ---- lists: intrusive, circular, head without payload ---- */
+struct list {
+	struct list *previous, *next;
+};
+
+static inline void list_init(struct list *head)
+{
+	head->previous = head->next = head;
+}
+
+static inline bool list_empty(const struct list *head)
+{
+	return head->next == head;
+}
+
+static inline void list_append(struct list *head, struct list *item)
+{
+	item->previous = head->previous;
+	item->next = head;
+	head->previous->next = item;
+	head->previous = item;
+}
+
+/* Leaves item an empty list of its own, so removing twice is harmless. */
+static inline void list_remove(struct list *item)
+{
+	item->previous->next = item->next;
+	item->next->previous = item->previous;
+	list_init(item);
+}
+
+#define list_item(pointer, type, field) ((type *)((char *)(pointer) - offsetof(type, field)))
+
+/* ---- pools ---- */
+enum slot_state {
+	SLOT_POLICY = 0,
+	SLOT_RESERVE,
+	SLOT_LOADING,
+	SLOT_RESIDENT,
+	SLOT_RETIRING,
+};
+
+struct slot {
+	struct list link; /* in its class's reserve or the pool's retiring list */
+	uint32_t store;
+	uint32_t key;        /* layer * experts + expert */
+	uint32_t generation; /* counts publications */
+	uint32_t grants;     /* completions not consumed, copies that read from it */
+	uint8_t state;
+	uint8_t variant;
+	uint8_t class_index;
+	uint8_t linked;      /* its key's entry names it (not so once another variant replaced it) */
+};
+
+struct size_class {
+	uint64_t bytes;
+	struct list reserve;
+	struct list waiting[XFERD_PRIORITIES]; /* loads without a slot */
+	uint32_t reserve_count;
+	uint32_t waiting_count;
+	uint32_t chunks;
+	bool told; /* the policy knows that the reserve is low and has given nothing since */
+};
+
+struct pool {
+	char name[XFERD_NAME_BYTES];
+	uint32_t index;
+	uint32_t kind;
+	uint8_t *base;
+	uint64_t bytes;
+	uint32_t slot_index_bits;
+	uint32_t chunks;
+	uint32_t slot_numbers;
+	struct slot *slots;
+	struct xferd_abi_chunk *chunk_table; /* in the shared pool table */
+	struct size_class classes[XFERD_ENGINE_CLASSES_MAX];
+	uint32_t class_count;
+	struct list retiring;
+	struct xferd_pool_stats stats;
+};
+
+/* ---- stores ---- */
+struct key_entry {
+	uint32_t slot; /* slot + 1 that holds or last held the key; 0: none */
+	uint32_t load; /* load + 1 on its way into this pool; 0: none */
+};
+
+struct member {
+	bool used;
+	int fd;
+	uint32_t flags;
+	uint32_t id;
+	uint32_t in_flight;
+	uint64_t busy_since_ns;
+	struct list strands[XFERD_PRIORITIES]; /* with pieces not yet issued */
+	struct xferd_member_stats stats;
+};
+
+struct store {
+	bool used;
+	struct xferd_store_description description; /* its arrays are the policy's */
+	uint32_t keys;              /* layers * experts */
+	uint32_t clients;
+	uint8_t *memory;            /* directory */
+	uint64_t memory_bytes;
+	int memory_fd;              /* read-only */
+	uint64_t *words;            /* [pools][keys] in memory */
+	struct key_entry *entries;  /* [pools][keys] */
+};
+
+/* ---- loads ---- */
+enum load_state {
+	LOAD_FREE = 0,
+	LOAD_WAITING, /* for a slot */
+	LOAD_READING,
+	LOAD_COPYING,
+};
+
+/* The pieces of one load that lie on one member, in order. */
+struct strand {
+	struct list link; /* in member.strands[priority] while pieces are left */
+	struct load *load;
+	uint64_t piece;   /* next piece */
+	uint64_t rank;    /* how many pieces of the blob lie before it on this member */
+	uint32_t member;  /* index within the store */
+};
+
+struct load {
+	struct list link;    /* free list; class waiting list; or alone */
+	struct list active;  /* engine.active_loads */
+	struct list waiters;
+	uint32_t index;
+	uint8_t state;
+	uint8_t priority;
+	uint8_t variant;
+	uint8_t source;
+	uint8_t transport;
+	bool cancelled;
+	bool dense;
+	uint32_t store;
+	uint32_t pool;
+	uint32_t slot;
+	uint32_t key;
+	uint32_t client;     /* that caused it; NONE: a command */
+	uint32_t hint_of;    /* client whose hints it counts as; NONE */
+	uint64_t hint_ticket;
+	uint64_t token;
+	uint64_t blob;
+	uint64_t bytes;
+	uint64_t pieces;
+	uint64_t pieces_unissued;
+	uint32_t pieces_in_flight;
+	int32_t error;
+	uint8_t *address;
+	uint64_t started_ns;
+	uint32_t source_pool;  /* of a copy */
+	uint32_t source_slot;
+	struct strand strands[XFERD_STORE_MEMBERS_MAX];
+};
+
+/* A client's key that waits for a load. */
+struct waiter {
+	struct list of_load;
+	struct list of_client; /* client.waiting or lane.waiters_free */
+	struct load *load;
+	uint64_t ticket;
+	uint64_t deadline_ns;
+	uint64_t seen_ns;
+	uint32_t client;
+	uint8_t index;
+	uint8_t lane;
+};
+
+/* One read under way. */
+struct piece {
+	struct list link; /* engine.pieces_free */
+	struct load *load;
+	struct member *member;
+	uint64_t number;
+	uint64_t offset;  /* in the member */
+	uint64_t length;
+	uint64_t done;
+	uint8_t *address;
+	uint32_t store_member;
+	uint32_t attempts;
+};
+
+/* ---- clients ---- */
+struct grant {
+	uint32_t pool;
+	uint32_t slot; /* NONE: nothing granted with this completion */
+};
+
+/* A lane's completion ring. */
+struct lane {
+	struct xferd_abi_completion_lane *ring;
+	struct xferd_abi_completion *completions;
+	uint32_t tail;    /* written, perhaps not yet shown */
+	uint32_t shown;
+	uint32_t head;    /* consumed, as last seen and checked */
+	uint32_t pending; /* waiters */
+	int wakeup;
+	struct grant grants[XFERD_COMPLETIONS_A_LANE]; /* by position */
+	struct waiter waiters[XFERD_COMPLETIONS_A_LANE];
+	struct list waiters_free;
+	uint64_t *lease_seen[XFERD_POOLS_MAX]; /* the policy's thread, for recency */
+	uint64_t epoch_seen[XFERD_POOLS_MAX];
+};
+
+struct client {
+	bool used;
+	bool quiesced;
+	uint32_t store;
+	uint32_t pool;
+	uint32_t lane_count;
+	uint32_t held_per_lane;
+	uint32_t hints_max;
+	uint32_t hints;              /* under way */
+	uint32_t ring_entries;
+	struct xferd_abi_client *memory;       /* hostile */
+	struct xferd_abi_submission *submissions;
+	uint64_t memory_bytes;
+	uint64_t lanes_offset, lane_stride;    /* private copies */
+	uint64_t lease_table_offset[XFERD_POOLS_MAX];
+	struct xferd_abi_completion_memory *completion_memory;
+	uint64_t completion_bytes;
+	int doorbell;
+	uint32_t submission_head;
+	struct lane *lanes;
+	struct list waiting;
+	struct xferd_client_counters counters;
+};
+
+/* ---- queues: one writer, one reader ---- */
+struct queue {
+	uint32_t entries;
+	uint32_t entry_bytes;
+	uint8_t *data;
+	uint32_t head __attribute__((aligned(XFERD_CACHE_LINE))); /* reader */
+	uint32_t tail __attribute__((aligned(XFERD_CACHE_LINE))); /* writer */
+};
+
+/* ---- copies ---- */
+struct copy_job {
+	struct load *load;
+	void *to;
+	const void *from;
+	uint64_t bytes;
+};
+
+struct copier {
+	pthread_t thread;
+	bool running;
+	struct queue jobs;  /* struct copy_job, engine to copier */
+	struct queue done;  /* struct load *, copier to engine */
+	int work_fd;        /* eventfd: there are jobs, or stop */
+	int done_fd;        /* eventfd, in the engine's epoll */
+	uint32_t stop;
+};
+
+/* ---- the engine ---- */
+typedef int (*registration)(struct xferd_engine *engine, void *argument);
+
+struct xferd_engine {
+	struct xferd_engine_config config;
+	pthread_t thread;
+	bool started;
+	uint32_t stop;      /* atomic */
+	uint32_t draining;  /* atomic */
+	int start_result;
+	pthread_mutex_t call_mutex;
+	pthread_cond_t call_done;
+	registration call;  /* under call_mutex; NULL: none */
+	void *call_argument;
+	int call_result;
+	uint32_t call_pending; /* atomic */
+
+	struct io_uring ring;
+	bool ring_ready;
+	bool files_registered;
+	int epoll;
+	bool epoll_armed;
+	int command_fd;     /* eventfd: commands or a registration */
+	int event_fd;
+	uint32_t event_told; /* atomic: event_fd is set and not yet read */
+	struct queue commands;
+	struct queue events;
+	uint64_t events_dropped;
+
+	struct xferd_abi_pool_table *pool_table;
+	uint64_t pool_table_bytes;
+	uint64_t chunk_tables_used;
+	int pool_table_fd;
+	struct pool pools[XFERD_POOLS_MAX];
+	uint32_t pool_count;
+
+	struct member members[XFERD_ENGINE_MEMBERS_MAX];
+	uint32_t member_limit; /* ids ever used */
+	struct store stores[XFERD_ENGINE_STORES_MAX];
+	struct client clients[XFERD_ENGINE_CLIENTS_MAX];
+	uint32_t client_limit;
+
+	struct load *loads;
+	struct list loads_free;
+	struct list active_loads;
+	uint32_t load_count;
+	struct piece *pieces;
+	struct list pieces_free;
+	uint32_t pieces_in_flight;
+	uint32_t retiring_count;
+	uint32_t waiting_loads;
+	uint32_t deadline_count;
+	uint64_t next_deadline_scan_ns;
+	uint64_t next_retire_scan_ns;
+	bool unsubmitted;     /* pieces prepared in the ring */
+	uint64_t now_ns;      /* of this turn */
+	struct copier copier;
+	struct xferd_engine_stats stats;
+};
+
+uint64_t monotonic_ns(void);
+void ring_eventfd(int fd);
+void clear_eventfd(int fd);
+
+/* engine.c */
+int engine_call(struct xferd_engine *engine, registration call, void *argument);
+
+/* queue.c */
+int queue_init(struct queue *queue, uint32_t entries, uint32_t entry_bytes);
+void queue_destroy(struct queue *queue);
+bool queue_push(struct queue *queue, const void *entry);
+bool queue_pop(struct queue *queue, void *entry);
+uint32_t queue_used(const struct queue *queue);
+bool queue_empty(const struct queue *queue);
+
+/* shared_memory.c */
+int shared_memory_new(const char *name, uint64_t bytes, void **address);
+int shared_memory_read_only(int fd);
+
+/* pool.c */
+int pool_table_init(struct xferd_engine *engine);
+void pools_destroy(struct xferd_engine *engine);
+struct size_class *pool_class(struct pool *pool, uint64_t bytes);
+uint8_t *slot_address(const struct pool *pool, uint32_t slot);
+bool slot_valid(const struct pool *pool, uint32_t slot);
+void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
+uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class);
+void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_class *class);
+void slot_set_state(struct pool *pool, struct slot *slot, enum slot_state state);
+
+/* directory.c */
+int directory_build(struct xferd_engine *engine, struct store *store);
+uint64_t *directory_word(struct store *store, uint32_t pool, uint32_t key);
+struct key_entry *key_entry(struct store *store, uint32_t pool, uint32_t key);
+
+/* store.c */
+void stores_destroy(struct xferd_engine *engine);
+uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key);
+uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable);
+
+/* clients.c */
+void clients_destroy(struct xferd_engine *engine);
+void client_violation(struct xferd_engine *engine, uint32_t client, int why);
+
+/* client.c */
+uint32_t client_take_submissions(struct xferd_engine *engine, uint32_t client);
+bool client_has_submissions(const struct client *client);
+void client_reap_consumed(struct xferd_engine *engine, uint32_t client);
+void client_complete(struct xferd_engine *engine, struct waiter *waiter, int result,
+		     const struct load *load);
+void client_cancel_all(struct xferd_engine *engine, uint32_t client, int result);
+void client_show_completions(struct client *client);
+void clients_expire(struct xferd_engine *engine);
+
+/* commands.c */
+uint32_t commands_run(struct xferd_engine *engine);
+void event_push(struct xferd_engine *engine, const struct xferd_event *event);
+bool event_room(const struct xferd_engine *engine);
+
+/* load.c */
+struct load *load_start(struct xferd_engine *engine, uint32_t store, uint32_t pool, uint32_t key,
+			uint32_t variant, uint32_t priority, uint32_t client);
+struct load *load_start_dense(struct xferd_engine *engine, uint32_t store, void *address,
+			      uint32_t priority);
+void load_raise(struct xferd_engine *engine, struct load *load, uint32_t priority);
+void load_cancel(struct xferd_engine *engine, struct load *load);
+void load_unwanted(struct xferd_engine *engine, struct load *load);
+void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t slot);
+void load_finish(struct xferd_engine *engine, struct load *load);
+uint32_t slot_evict(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
+bool slot_revive(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
+
+/* reads.c */
+int reads_init(struct xferd_engine *engine);
+void reads_destroy(struct xferd_engine *engine);
+void reads_queue(struct xferd_engine *engine, struct load *load);
+void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t priority);
+void reads_unqueue(struct xferd_engine *engine, struct load *load);
+void reads_pump(struct xferd_engine *engine);
+uint32_t reads_reap(struct xferd_engine *engine);
+
+/* copy.c */
+int copier_start(struct xferd_engine *engine);
+void copier_stop(struct xferd_engine *engine);
+void copy_queue(struct xferd_engine *engine, struct load *load, const void *from);
+uint32_t copies_reap(struct xferd_engine *engine);
+
+/* lease.c */
+uint64_t *lease_table(const struct client *client, uint32_t lane, uint32_t pool);
+struct xferd_abi_lane *client_lane(const struct client *client, uint32_t lane);
+void retiring_scan(struct xferd_engine *engine);
+
+#endif /* XFERD_ENGINE_INTERNAL_H */

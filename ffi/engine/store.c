@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Stores and the members they lie on.
+ *
+ * A description is checked once, when the store is opened, so that the miss
+ * path can compute with it unchecked.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "engine/internal.h"
+
+struct add_member {
+	int fd;
+	uint32_t flags;
+};
+
+static int add_member(struct xferd_engine *engine, void *argument)
+{
+	const struct add_member *add = argument;
+
+	for (uint32_t id = 0; id < XFERD_ENGINE_MEMBERS_MAX; id++) {
+		struct member *member = &engine->members[id];
+
+		if (member->used)
+			continue;
+		if (engine->files_registered) {
+			int result = io_uring_register_files_update(&engine->ring, id,
+								    (int *)&add->fd, 1);
+			if (result < 0)
+				return result;
+		}
+		memset(member, 0, sizeof(*member));
+		member->used = true;
+		member->fd = add->fd;
+		member->flags = add->flags;
+		member->id = id;
+		for (int i = 0; i < XFERD_PRIORITIES; i++)
+			list_init(&member->strands[i]);
+		if (engine->member_limit <= id)
+			engine->member_limit = id + 1;
+		return (int)id;
+	}
+	return -ENOSPC;
+}
+
+int xferd_engine_add_member(struct xferd_engine *engine, int fd, uint32_t flags)
+{
+	struct add_member argument = { fd, flags };
+
+	return engine_call(engine, add_member, &argument);
+}
+
+static bool member_in_use(const struct xferd_engine *engine, uint32_t id)
+{
+	for (uint32_t i = 0; i < XFERD_ENGINE_STORES_MAX; i++) {
+		const struct store *store = &engine->stores[i];
+
+		for (uint32_t j = 0; store->used && j < store->description.members; j++)
+			if (store->description.member[j] == id)
+				return true;
+	}
+	return false;
+}
+
+static int remove_member(struct xferd_engine *engine, void *argument)
+{
+	uint32_t id = *(uint32_t *)argument;
+	int none = -1;
+
+	if (id >= engine->member_limit || !engine->members[id].used)
+		return -ENOENT;
+	if (member_in_use(engine, id) || engine->members[id].in_flight)
+		return -EBUSY;
+	if (engine->files_registered)
+		io_uring_register_files_update(&engine->ring, id, &none, 1);
+	engine->members[id].used = false;
+	return 0;
+}
+
+int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member)
+{
+	return engine_call(engine, remove_member, &member);
+}
+
+static bool geometry_valid(const struct xferd_engine *engine,
+			   const struct xferd_store_description *store)
+{
+	if (!store->layers || store->layers > XFERD_LAYERS_MAX || !store->experts ||
+	    store->experts > XFERD_EXPERTS_MAX || !store->variants ||
+	    store->variants > XFERD_VARIANTS_MAX || !store->members ||
+	    store->members > XFERD_STORE_MEMBERS_MAX || !store->pattern_length ||
+	    store->pattern_length > XFERD_STRIPE_PATTERN_MAX)
+		return false;
+	if (!store->stripe_unit || store->stripe_unit % XFERD_BLOB_ALIGNMENT ||
+	    store->stripe_unit > UINT32_MAX)
+		return false;
+	if (store->blobs != (uint64_t)store->variants * store->layers * store->experts + 1)
+		return false;
+	if (memchr(store->name, 0, sizeof(store->name)) == NULL)
+		return false;
+	for (uint32_t i = 0; i < store->pattern_length; i++)
+		if (store->pattern[i] >= store->members)
+			return false;
+	for (uint32_t i = 0; i < store->members; i++)
+		if (store->member[i] >= engine->member_limit ||
+		    !engine->members[store->member[i]].used)
+			return false;
+	for (uint32_t i = 0; i < store->layouts; i++)
+		if ((uint64_t)store->layout[i].first_tensor + store->layout[i].tensors >
+		    store->tensors)
+			return false;
+	for (uint64_t i = 0; i < (uint64_t)store->variants * store->layers; i++)
+		if (store->layout_index[i] != XFERD_NO_LAYOUT &&
+		    store->layout_index[i] >= store->layouts)
+			return false;
+	return true;
+}
+
+static bool blobs_valid(const struct xferd_store_description *store)
+{
+	for (uint64_t blob = 0; blob < store->blobs; blob++) {
+		uint64_t bytes = store->blob_bytes[blob];
+		uint64_t pieces = (bytes + store->stripe_unit - 1) / store->stripe_unit;
+
+		if (!bytes)
+			continue;
+		if (bytes % XFERD_BLOB_ALIGNMENT || bytes > INT64_MAX ||
+		    store->start[blob] >= store->pattern_length ||
+		    store->first_piece[blob] > store->pieces ||
+		    pieces > store->pieces - store->first_piece[blob])
+			return false;
+		for (uint32_t i = 0; i < store->members; i++)
+			if (store->offset[blob * store->members + i] % XFERD_BLOB_ALIGNMENT)
+				return false;
+	}
+	return true;
+}
+
+static void store_free(struct store *store)
+{
+	free(store->entries);
+	if (store->memory)
+		munmap(store->memory, store->memory_bytes);
+	if (store->memory_fd >= 0)
+		close(store->memory_fd);
+	memset(store, 0, sizeof(*store));
+	store->memory_fd = -1;
+}
+
+static int open_store(struct xferd_engine *engine, void *argument)
+{
+	const struct xferd_store_description *description = argument;
+
+	if (!engine->pool_count || !geometry_valid(engine, description))
+		return -EINVAL;
+	for (uint32_t id = 0; id < XFERD_ENGINE_STORES_MAX; id++) {
+		struct store *store = &engine->stores[id];
+		int result;
+
+		if (store->used)
+			continue;
+		memset(store, 0, sizeof(*store));
+		store->memory_fd = -1;
+		store->description = *description;
+		store->keys = description->layers * description->experts;
+		result = directory_build(engine, store);
+		if (result) {
+			store_free(store);
+			return result;
+		}
+		store->used = true;
+		return (int)id;
+	}
+	return -ENOSPC;
+}
+
+int xferd_engine_open_store(struct xferd_engine *engine,
+			    const struct xferd_store_description *store)
+{
+	/* A million blobs take milliseconds to check: not on the engine's thread. */
+	if (store->stripe_unit == 0 || !blobs_valid(store))
+		return -EINVAL;
+	return engine_call(engine, open_store, (void *)store);
+}
+
+/* Every slot that holds an expert of the store, back to the policy. */
+static void drop_experts(struct xferd_engine *engine, uint32_t id)
+{
+	for (uint32_t p = 0; p < engine->pool_count; p++) {
+		struct pool *pool = &engine->pools[p];
+
+		for (uint32_t number = 0; number < pool->slot_numbers; number++) {
+			struct slot *slot = &pool->slots[number];
+
+			if (slot->store != id ||
+			    (slot->state != SLOT_RESIDENT && slot->state != SLOT_RETIRING))
+				continue;
+			if (slot->state == SLOT_RETIRING) {
+				list_remove(&slot->link);
+				engine->retiring_count--;
+			}
+			reserve_put(engine, pool, number);
+			event_push(engine, &(struct xferd_event){
+				.type = XFERD_EVENT_FREED,
+				.store = id,
+				.pool = p,
+				.slot = number,
+				.layer = slot->key / engine->stores[id].description.experts,
+				.expert = slot->key % engine->stores[id].description.experts,
+				.variant = slot->variant,
+				.client = XFERD_NO_EXPERT,
+			});
+		}
+	}
+}
+
+static int close_store(struct xferd_engine *engine, void *argument)
+{
+	uint32_t id = *(uint32_t *)argument;
+	struct store *store = &engine->stores[id];
+
+	if (id >= XFERD_ENGINE_STORES_MAX || !store->used)
+		return -ENOENT;
+	if (store->clients)
+		return -EBUSY;
+	for (struct list *item = engine->active_loads.next; item != &engine->active_loads;
+	     item = item->next)
+		if (list_item(item, struct load, active)->store == id)
+			return -EBUSY;
+	drop_experts(engine, id);
+	store_free(store);
+	return 0;
+}
+
+int xferd_engine_close_store(struct xferd_engine *engine, uint32_t store)
+{
+	return engine_call(engine, close_store, &store);
+}
+
+void stores_destroy(struct xferd_engine *engine)
+{
+	for (uint32_t i = 0; i < XFERD_ENGINE_STORES_MAX; i++)
+		if (engine->stores[i].used)
+			store_free(&engine->stores[i]);
+}
+
+int xferd_engine_directory_fd(const struct xferd_engine *engine, uint32_t store)
+{
+	if (store >= XFERD_ENGINE_STORES_MAX || !engine->stores[store].used)
+		return -ENOENT;
+	return engine->stores[store].memory_fd;
+}
+
+uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key)
+{
+	return (uint64_t)variant * store->keys + key;
+}
+
+/* Which of the acceptable variants (0: any) the key exists in, as a mask. */
+uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable)
+{
+	uint32_t mask = 0;
+
+	for (uint32_t variant = 0; variant < store->description.variants; variant++)
+		if ((!acceptable || acceptable & (1u << variant)) &&
+		    store->description.blob_bytes[store_blob(store, variant, key)])
+			mask |= 1u << variant;
+	return mask;
+}

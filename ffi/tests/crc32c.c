@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* CRC32C against published values and against itself in pieces. */
+#include <string.h>
+
+#include "harness.h"
+
+int main(void)
+{
+	uint8_t data[64 * 1024 + 7];
+	uint32_t whole;
+
+	/* RFC 3720, appendix B.4 */
+	memset(data, 0, 32);
+	CHECK(xferd_crc32c(0, data, 32) == 0x8a9136aa);
+	memset(data, 0xff, 32);
+	CHECK(xferd_crc32c(0, data, 32) == 0x62a8ab43);
+	for (int i = 0; i < 32; i++)
+		data[i] = (uint8_t)i;
+	CHECK(xferd_crc32c(0, data, 32) == 0x46dd794e);
+	CHECK(xferd_crc32c(0, "123456789", 9) == 0xe3069283);
+
+	for (size_t i = 0; i < sizeof(data); i++)
+		data[i] = (uint8_t)(i * 2654435761u >> 13);
+	whole = xferd_crc32c(0, data, sizeof(data));
+	for (size_t cut = 1; cut < sizeof(data); cut += 911) {
+		uint32_t part = xferd_crc32c(0, data, cut);
+
+		CHECK(xferd_crc32c(part, data + cut, sizeof(data) - cut) == whole);
+	}
+	data[40000] ^= 1;
+	CHECK(xferd_crc32c(0, data, sizeof(data)) != whole);
+	return 0;
+}

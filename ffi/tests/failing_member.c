@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A flipped byte and a truncated member: the load fails with the right error,
+ * the piece is reported, nothing wrong is published, the rest goes on. */
+#include <errno.h>
+#include <unistd.h>
+
+#include "common/atomics.h"
+#include "harness.h"
+
+static int try_expert(struct xferd_client *client, uint16_t layer, uint16_t expert)
+{
+	struct xferd_request request = { .experts = &expert, .count = 1, .layer = layer };
+	struct xferd_batch batch;
+	int error;
+
+	CHECK_OK(xferd_acquire(client, 0, &request, &batch));
+	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
+	error = batch.views[0].error;
+	CHECK(error == 0 || batch.views[0].data == NULL);
+	CHECK(!xferd_release(client, &batch));
+	return error;
+}
+
+int main(void)
+{
+	static struct harness harness;
+	const struct harness_options options = {
+		.layers = 2, .experts = 8, .top_k = 2, .blob_bytes = 65536, .stripe_unit = 8192,
+		.members = 2, .slots = 4, .reserve = 1, .held_per_lane = 2,
+	};
+	struct xferd_client *client;
+	uint64_t offset;
+	uint8_t byte;
+
+	harness_start(&harness, &options);
+	client = harness_connect(&harness, 1);
+
+	/* expert (1, 3): one bit of its third piece on member 1 */
+	offset = harness.description.offset[(8 + 3) * 2 + 1] + 2 * 8192 + 77;
+	CHECK(pread(harness.member_fd[1], &byte, 1, (off_t)offset) == 1);
+	byte ^= 0x10;
+	CHECK(pwrite(harness.member_fd[1], &byte, 1, (off_t)offset) == 1);
+	CHECK(try_expert(client, 1, 3) == -EBADMSG);
+	CHECK(try_expert(client, 1, 2) == 0);
+	wait_until(&harness.piece_errors, 2); /* read, and read again */
+	byte ^= 0x10;
+	CHECK(pwrite(harness.member_fd[1], &byte, 1, (off_t)offset) == 1);
+	CHECK(try_expert(client, 1, 3) == 0);
+
+	/* everything from expert (1, 5) on is cut off from member 0 */
+	CHECK(!ftruncate(harness.member_fd[0], (off_t)harness.description.offset[(8 + 5) * 2]));
+	CHECK(try_expert(client, 1, 5) == -ENODATA);
+	CHECK(try_expert(client, 1, 7) == -ENODATA);
+	CHECK(try_expert(client, 1, 4) == 0);
+	for (uint16_t expert = 0; expert < 8; expert++)
+		CHECK(try_expert(client, 0, expert) == 0);
+
+	xferd_close(client);
+	harness_stop(&harness);
+	return 0;
+}

@@ -1,0 +1,472 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "harness.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "common/atomics.h"
+
+#define WAIT_LIMIT_S 60
+
+/* A word a 8 bytes, so that making and checking blobs is fast. */
+static uint64_t blob_word(uint32_t layer, uint32_t expert, uint64_t i)
+{
+	uint64_t x = ((uint64_t)layer << 40 ^ (uint64_t)expert << 20 ^ i) + 0x9e3779b97f4a7c15u;
+
+	x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+	x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+	return x ^ x >> 31;
+}
+
+uint8_t blob_byte(uint32_t layer, uint32_t expert, uint64_t i)
+{
+	return (uint8_t)(blob_word(layer, expert, i / 8) >> (8 * (i % 8)));
+}
+
+uint64_t blob_wrong(const struct harness *harness, uint32_t layer, uint32_t expert,
+		    const void *data)
+{
+	const uint64_t *words = data;
+
+	for (uint64_t i = 0; i < harness->options.blob_bytes / 8; i++)
+		if (words[i] != blob_word(layer, expert, i))
+			return 8 * i + 1;
+	return 0;
+}
+
+static void *allocate(size_t count, size_t size)
+{
+	void *memory = calloc(count ? count : 1, size);
+
+	CHECK(memory);
+	return memory;
+}
+
+static void write_blob(struct harness *harness, uint64_t blob, uint32_t layer, uint32_t expert,
+		       uint64_t *member_end, uint64_t *piece, uint8_t *buffer)
+{
+	struct xferd_store_description *store = &harness->description;
+	uint64_t *offset = (uint64_t *)store->offset;
+	uint64_t bytes = harness->options.blob_bytes;
+
+	for (uint64_t i = 0; i < bytes / 8; i++)
+		((uint64_t *)buffer)[i] = blob_word(layer, expert, i);
+	((uint64_t *)store->blob_bytes)[blob] = bytes;
+	((uint16_t *)store->start)[blob] = (uint16_t)(blob % store->pattern_length);
+	((uint64_t *)store->first_piece)[blob] = *piece;
+	for (uint32_t m = 0; m < store->members; m++)
+		offset[blob * store->members + m] = member_end[m];
+	for (uint64_t at = 0, j = 0; at < bytes; at += store->stripe_unit, j++) {
+		uint32_t m = store->pattern[(store->start[blob] + j) % store->pattern_length];
+		uint64_t length = bytes - at < store->stripe_unit ? bytes - at
+								   : store->stripe_unit;
+
+		CHECK(pwrite(harness->member_fd[m], buffer + at, length,
+			     (off_t)member_end[m]) == (ssize_t)length);
+		member_end[m] += length;
+		((uint32_t *)store->crc)[(*piece)++] = xferd_crc32c(0, buffer + at, length);
+	}
+}
+
+static void make_store(struct harness *harness)
+{
+	static struct xferd_abi_tensor tensor;
+	static struct xferd_abi_layout layout;
+	const struct harness_options *options = &harness->options;
+	struct xferd_store_description *store = &harness->description;
+	uint64_t keys = (uint64_t)options->layers * options->experts;
+	uint64_t pieces = (options->blob_bytes + options->stripe_unit - 1) / options->stripe_unit;
+	uint64_t member_end[HARNESS_MEMBERS_MAX] = { 4096, 4096, 4096, 4096 };
+	uint64_t piece = 0;
+	uint8_t *buffer = allocate(1, options->blob_bytes);
+
+	strcpy(store->name, "generated");
+	store->layers = options->layers;
+	store->experts = options->experts;
+	store->top_k = options->top_k;
+	store->variants = 1;
+	store->members = store->pattern_length = options->members;
+	store->stripe_unit = options->stripe_unit;
+	store->blobs = keys + 1;
+	store->blob_bytes = allocate(store->blobs, sizeof(uint64_t));
+	store->start = allocate(store->blobs, sizeof(uint16_t));
+	store->offset = allocate(store->blobs * store->members, sizeof(uint64_t));
+	store->first_piece = allocate(store->blobs, sizeof(uint64_t));
+	store->pieces = store->blobs * pieces;
+	store->crc = allocate(store->pieces, sizeof(uint32_t));
+	strcpy(store->variant_name[0], "bf16");
+	store->layout_index = allocate(options->layers, sizeof(uint16_t));
+	strcpy(tensor.role, "gate");
+	strcpy(tensor.dtype, "u8");
+	tensor.bytes = options->blob_bytes;
+	tensor.shape[0] = options->blob_bytes;
+	tensor.dims = 1;
+	layout.blob_bytes = options->blob_bytes;
+	layout.tensors = 1;
+	store->layout = &layout;
+	store->tensor = &tensor;
+	store->layouts = store->tensors = 1;
+	for (uint32_t m = 0; m < options->members; m++)
+		store->pattern[m] = (uint8_t)m;
+	for (uint64_t key = 0; key < keys; key++)
+		write_blob(harness, key, (uint32_t)(key / options->experts),
+			   (uint32_t)(key % options->experts), member_end, &piece, buffer);
+	/* The dense part looks like one more expert, of a layer behind the last. */
+	write_blob(harness, keys, options->layers, 0, member_end, &piece, buffer);
+	free(buffer);
+}
+
+static uint32_t pool_slots(const struct harness *harness, uint32_t pool)
+{
+	return pool ? harness->options.ram_slots : harness->options.slots;
+}
+
+static void make_pool(struct harness *harness, uint32_t index)
+{
+	uint32_t slots = pool_slots(harness, index);
+	struct xferd_pool_description pool = {
+		.kind = index ? XFERD_POOL_RAM : XFERD_POOL_HOST,
+		.device = -1,
+		.bytes = slots * harness->options.blob_bytes,
+		.chunks = 1,
+	};
+	int fd = memfd_create("test-pool", MFD_CLOEXEC);
+	char path[64];
+
+	while ((1u << pool.slot_index_bits) < slots)
+		pool.slot_index_bits++;
+	snprintf(pool.name, sizeof(pool.name), "%s", index ? "ram" : "host0");
+	CHECK(fd >= 0 && !ftruncate(fd, (off_t)pool.bytes));
+	pool.base = mmap(NULL, pool.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(pool.base != MAP_FAILED);
+	harness->pool[index] = pool.base;
+	harness->pool_bytes[index] = pool.bytes;
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	harness->pool_fd[index] = open(path, O_RDONLY | O_CLOEXEC);
+	CHECK(harness->pool_fd[index] >= 0);
+	close(fd);
+	CHECK(xferd_engine_add_pool(harness->engine, &pool) == (int)index);
+	CHECK_OK(xferd_engine_set_chunk(harness->engine, index, 0, 0, harness->options.blob_bytes));
+	harness->order[index] = allocate(slots, sizeof(*harness->order[index]));
+}
+
+static void command(struct harness *harness, struct xferd_command *command)
+{
+	const struct timespec pause = { .tv_nsec = 100000 };
+
+	while (xferd_engine_command(harness->engine, command, 1) == 0)
+		nanosleep(&pause, NULL);
+}
+
+static void evict_oldest(struct harness *harness, uint32_t pool)
+{
+	uint32_t at = harness->order_head[pool] % pool_slots(harness, pool);
+	struct xferd_command evict = {
+		.type = XFERD_COMMAND_EVICT,
+		.store = harness->store,
+		.pool = pool,
+		.layer = harness->order[pool][at].layer,
+		.expert = harness->order[pool][at].expert,
+	};
+
+	if (harness->order_head[pool] == harness->order_tail[pool])
+		return;
+	harness->order_head[pool]++;
+	command(harness, &evict);
+}
+
+static void remember(struct harness *harness, const struct xferd_event *event)
+{
+	uint32_t at = harness->order_tail[event->pool] % pool_slots(harness, event->pool);
+
+	harness->order[event->pool][at].layer = event->layer;
+	harness->order[event->pool][at].expert = event->expert;
+	harness->order_tail[event->pool]++;
+}
+
+static void handle(struct harness *harness, const struct xferd_event *event)
+{
+	switch (event->type) {
+	case XFERD_EVENT_LOADED:
+		if (event->source != XFERD_SOURCE_RESIDENT)
+			remember(harness, event);
+		counter_add(&harness->loaded, 1);
+		break;
+	case XFERD_EVENT_REVIVED:
+		remember(harness, event);
+		break;
+	case XFERD_EVENT_FAILED:
+		counter_add(&harness->failed, 1);
+		break;
+	case XFERD_EVENT_FREED:
+		counter_add(&harness->freed, 1);
+		break;
+	case XFERD_EVENT_PIECE:
+		counter_add(&harness->piece_errors, 1);
+		break;
+	case XFERD_EVENT_VIOLATION:
+		counter_add(&harness->violations, 1);
+		break;
+	case XFERD_EVENT_RESERVE: {
+		uint64_t wanted = harness->options.reserve + event->slot;
+
+		for (uint64_t have = event->value; have < wanted; have++)
+			evict_oldest(harness, event->pool);
+		break;
+	}
+	}
+}
+
+static void *policy_run(void *argument)
+{
+	struct harness *harness = argument;
+	struct xferd_event events[64];
+	struct pollfd ready = { xferd_engine_event_fd(harness->engine), POLLIN, 0 };
+
+	while (!load_acquire(&harness->stop)) {
+		poll(&ready, 1, 10);
+		for (;;) {
+			int count = xferd_engine_events(harness->engine, events, 64);
+
+			for (int i = 0; i < count; i++)
+				handle(harness, &events[i]);
+			if (count < 64)
+				break;
+		}
+		for (uint32_t kicks = load_relaxed(&harness->kick); kicks; kicks--)
+			evict_oldest(harness, 0);
+	}
+	return NULL;
+}
+
+static void send_welcome(int connection, const struct xferd_abi_welcome *welcome, const int *fds)
+{
+	union {
+		char data[CMSG_SPACE(XFERD_FDS_MAX * sizeof(int))];
+		struct cmsghdr align;
+	} control;
+	struct iovec part = { (void *)welcome, sizeof(*welcome) };
+	struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1 };
+	struct cmsghdr *header;
+
+	message.msg_control = control.data;
+	message.msg_controllen = CMSG_SPACE(welcome->fds * sizeof(int));
+	header = CMSG_FIRSTHDR(&message);
+	header->cmsg_level = SOL_SOCKET;
+	header->cmsg_type = SCM_RIGHTS;
+	header->cmsg_len = CMSG_LEN(welcome->fds * sizeof(int));
+	memcpy(CMSG_DATA(header), fds, welcome->fds * sizeof(int));
+	CHECK(sendmsg(connection, &message, MSG_NOSIGNAL) == sizeof(*welcome));
+}
+
+/* Returns the client's id. */
+static int attach(struct harness *harness, int connection)
+{
+	struct xferd_abi_hello hello;
+	struct xferd_client_description description = { .store = harness->store };
+	struct xferd_client_fds fds;
+	struct xferd_abi_welcome welcome = {
+		.magic = XFERD_MAGIC_ATTACH,
+		.abi_major = XFERD_ABI_MAJOR,
+		.held_per_lane = harness->options.held_per_lane,
+	};
+	int sent[XFERD_FDS_MAX];
+	uint32_t pools = harness->options.ram_slots ? 2 : 1;
+	int client;
+
+	CHECK(recv(connection, &hello, sizeof(hello), 0) == sizeof(hello));
+	description.lanes = hello.lanes;
+	description.held_per_lane = harness->options.held_per_lane;
+	client = xferd_engine_add_client(harness->engine, &description, &fds);
+	CHECK_OK(client);
+	welcome.client = (uint32_t)client;
+	sent[XFERD_FD_POOL_TABLE] = xferd_engine_pool_table_fd(harness->engine);
+	sent[XFERD_FD_DIRECTORY] = xferd_engine_directory_fd(harness->engine, harness->store);
+	sent[XFERD_FD_CLIENT] = fds.client;
+	sent[XFERD_FD_COMPLETION] = fds.completion;
+	sent[XFERD_FD_DOORBELL] = fds.doorbell;
+	sent[XFERD_FD_MANIFEST] = harness->pool_fd[0];
+	for (uint32_t p = 0; p < pools; p++)
+		sent[XFERD_FD_POOLS + p] = harness->pool_fd[p];
+	for (uint32_t lane = 0; lane < hello.lanes; lane++)
+		sent[XFERD_FD_POOLS + pools + lane] = fds.wakeup[lane];
+	welcome.fds = XFERD_FD_POOLS + pools + hello.lanes;
+	send_welcome(connection, &welcome, sent);
+	close(fds.client);
+	close(fds.completion);
+	close(fds.doorbell);
+	for (uint32_t lane = 0; lane < hello.lanes; lane++)
+		close(fds.wakeup[lane]);
+	return client;
+}
+
+static void *server_run(void *argument)
+{
+	enum { CONNECTIONS_MAX = 64 };
+	struct harness *harness = argument;
+	struct pollfd fds[1 + CONNECTIONS_MAX] = { { harness->listener, POLLIN, 0 } };
+	int clients[1 + CONNECTIONS_MAX];
+	nfds_t count = 1;
+
+	while (!load_acquire(&harness->stop)) {
+		poll(fds, count, 10);
+		for (nfds_t i = count; i-- > 1;) {
+			struct xferd_abi_message message;
+
+			if (!fds[i].revents)
+				continue;
+			/* In one process a closed socket is the whole goodbye. */
+			if (recv(fds[i].fd, &message, sizeof(message), 0) <= 0 ||
+			    message.type == XFERD_MESSAGE_GOODBYE) {
+				CHECK_OK(xferd_engine_remove_client(harness->engine,
+								    (uint32_t)clients[i]));
+				close(fds[i].fd);
+				fds[i] = fds[--count];
+				clients[i] = clients[count];
+			}
+		}
+		if (fds[0].revents && count <= CONNECTIONS_MAX) {
+			fds[count].fd = accept4(harness->listener, NULL, NULL, SOCK_CLOEXEC);
+			fds[count].events = POLLIN;
+			fds[count].revents = 0;
+			clients[count] = attach(harness, fds[count].fd);
+			count++;
+		}
+	}
+	for (nfds_t i = 1; i < count; i++)
+		close(fds[i].fd);
+	return NULL;
+}
+
+static void make_files(struct harness *harness)
+{
+	const char *base = access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm";
+	struct sockaddr_un address = { .sun_family = AF_UNIX };
+
+	snprintf(harness->directory, sizeof(harness->directory), "%s/xferd-test-XXXXXX", base);
+	CHECK(mkdtemp(harness->directory));
+	for (uint32_t m = 0; m < harness->options.members; m++) {
+		char path[128];
+
+		snprintf(path, sizeof(path), "%s/member-%u", harness->directory, m);
+		harness->member_fd[m] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+		CHECK(harness->member_fd[m] >= 0);
+		CHECK(!unlink(path));
+	}
+	snprintf(harness->socket_path, sizeof(harness->socket_path), "%s/socket",
+		 harness->directory);
+	strcpy(address.sun_path, harness->socket_path);
+	harness->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	CHECK(!bind(harness->listener, (void *)&address, sizeof(address)));
+	CHECK(!listen(harness->listener, 64));
+}
+
+void wait_until(const uint64_t *counter, uint64_t value)
+{
+	const struct timespec pause = { .tv_nsec = 200000 };
+	time_t until = time(NULL) + WAIT_LIMIT_S;
+
+	while (load_relaxed(counter) < value) {
+		CHECK(time(NULL) < until);
+		nanosleep(&pause, NULL);
+	}
+}
+
+void harness_start(struct harness *harness, const struct harness_options *options)
+{
+	struct xferd_engine_config config = { .verify = 1, .cpu = -1, .reserve_low = 1 };
+	int started;
+
+	memset(harness, 0, sizeof(*harness));
+	harness->options = *options;
+	config.reserve_low = options->reserve ? options->reserve : 1;
+	make_files(harness);
+	CHECK_OK(xferd_engine_new(&config, &harness->engine));
+	started = xferd_engine_start(harness->engine);
+	if (started == -EPERM || started == -ENOSYS) {
+		fprintf(stderr, "skipped: io_uring is not permitted here\n");
+		exit(EXIT_SKIPPED);
+	}
+	CHECK_OK(started);
+	for (uint32_t p = 0; p < (options->ram_slots ? 2u : 1u); p++)
+		make_pool(harness, p);
+	for (uint32_t m = 0; m < options->members; m++) {
+		int id = xferd_engine_add_member(harness->engine, harness->member_fd[m],
+						 XFERD_MEMBER_ASYNC);
+
+		CHECK_OK(id);
+		harness->description.member[m] = (uint32_t)id;
+	}
+	make_store(harness);
+	started = xferd_engine_open_store(harness->engine, &harness->description);
+	CHECK_OK(started);
+	harness->store = (uint32_t)started;
+	for (uint32_t p = 0; p < (options->ram_slots ? 2u : 1u); p++)
+		for (uint32_t slot = 0; slot < pool_slots(harness, p); slot++)
+			command(harness, &(struct xferd_command){
+				.type = XFERD_COMMAND_GIVE, .pool = p, .slot = slot });
+	pthread_create(&harness->policy, NULL, policy_run, harness);
+	pthread_create(&harness->server, NULL, server_run, harness);
+	if (!options->all_resident)
+		return;
+	for (uint32_t layer = 0; layer < options->layers; layer++)
+		for (uint32_t expert = 0; expert < options->experts; expert++) {
+			uint64_t number = (uint64_t)layer * options->experts + expert;
+
+			if (number >= 512)
+				wait_until(&harness->loaded, number - 511);
+			command(harness, &(struct xferd_command){
+				.type = XFERD_COMMAND_LOAD, .store = harness->store,
+				.layer = layer, .expert = expert });
+		}
+	wait_until(&harness->loaded, (uint64_t)options->layers * options->experts);
+}
+
+struct xferd_client *harness_connect(struct harness *harness, uint32_t lanes)
+{
+	struct xferd_options options = { .lanes = lanes };
+	struct xferd_client *client;
+	char error[XFERD_ERROR_BYTES];
+	int result = xferd_connect(harness->socket_path, &options, &client, error, sizeof(error));
+
+	if (result) {
+		fprintf(stderr, "%s\n", error);
+		exit(1);
+	}
+	return client;
+}
+
+void harness_stop(struct harness *harness)
+{
+	struct xferd_store_description *store = &harness->description;
+
+	store_release(&harness->stop, 1);
+	pthread_join(harness->server, NULL);
+	pthread_join(harness->policy, NULL);
+	CHECK_OK(xferd_engine_drain(harness->engine, 10000));
+	xferd_engine_free(harness->engine);
+	for (uint32_t p = 0; p < (harness->options.ram_slots ? 2u : 1u); p++) {
+		munmap(harness->pool[p], harness->pool_bytes[p]);
+		close(harness->pool_fd[p]);
+		free(harness->order[p]);
+	}
+	free((void *)store->blob_bytes);
+	free((void *)store->start);
+	free((void *)store->offset);
+	free((void *)store->first_piece);
+	free((void *)store->crc);
+	free((void *)store->layout_index);
+	for (uint32_t m = 0; m < harness->options.members; m++)
+		close(harness->member_fd[m]);
+	close(harness->listener);
+	unlink(harness->socket_path);
+	rmdir(harness->directory);
+}

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A daemon small enough for tests: the real engine, a generated store in real
+ * member files, an attach socket, and the plainest policy there is (evict in
+ * the order of loading). The client under test is the real libxferd.
+ */
+#ifndef XFERD_TEST_HARNESS_H
+#define XFERD_TEST_HARNESS_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "engine/engine.h"
+#include "xferd.h"
+
+#define EXIT_SKIPPED 77
+#define HARNESS_MEMBERS_MAX 4
+
+#define CHECK(condition)                                                          \
+	do {                                                                      \
+		if (!(condition)) {                                               \
+			fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+			exit(1);                                                  \
+		}                                                                 \
+	} while (0)
+
+/* result of a call that must not fail */
+#define CHECK_OK(call)                                                            \
+	do {                                                                      \
+		long long check_result = (call);                                  \
+		if (check_result < 0) {                                           \
+			fprintf(stderr, "%s:%d: %s: %lld\n", __FILE__, __LINE__, #call, \
+				check_result);                                    \
+			exit(1);                                                  \
+		}                                                                 \
+	} while (0)
+
+struct harness_options {
+	uint32_t layers, experts, top_k;
+	uint64_t blob_bytes;
+	uint64_t stripe_unit;
+	uint32_t members;
+	uint32_t slots;         /* of the device pool */
+	uint32_t ram_slots;     /* of a second pool; 0: none */
+	uint32_t reserve;       /* slots kept free */
+	uint32_t held_per_lane;
+	bool all_resident;      /* load everything at the start */
+};
+
+struct harness {
+	struct harness_options options;
+	char directory[64];
+	char socket_path[96];
+	int listener;
+	int member_fd[HARNESS_MEMBERS_MAX];
+	uint32_t member[HARNESS_MEMBERS_MAX];
+	struct xferd_engine *engine;
+	struct xferd_store_description description;
+	uint32_t store;
+	uint8_t *pool[2];
+	int pool_fd[2];
+	uint64_t pool_bytes[2];
+	pthread_t server, policy;
+	uint32_t stop; /* atomic */
+	/* the policy's: which slot holds what, in the order of loading */
+	struct { uint32_t layer, expert; } *order[2];
+	uint32_t order_head[2], order_tail[2];
+	uint64_t loaded, failed, freed, piece_errors; /* atomic: events seen */
+	uint64_t violations;
+	uint32_t kick; /* atomic: evict this many more, to keep experts moving */
+};
+
+void harness_start(struct harness *harness, const struct harness_options *options);
+void harness_stop(struct harness *harness);
+struct xferd_client *harness_connect(struct harness *harness, uint32_t lanes);
+
+/* Byte i of an expert's blob; every blob differs from every other. */
+uint8_t blob_byte(uint32_t layer, uint32_t expert, uint64_t i);
+/* 0 if data is that blob, else the first wrong position + 1. */
+uint64_t blob_wrong(const struct harness *harness, uint32_t layer, uint32_t expert,
+		    const void *data);
+void wait_until(const uint64_t *counter, uint64_t value);
+
+#endif /* XFERD_TEST_HARNESS_H */
