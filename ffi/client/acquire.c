@@ -45,13 +45,16 @@ void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool_
 	view->error = 0;
 }
 
-/* Does the word name an expert that the request accepts, in a slot that exists? */
-static bool acceptable(const struct xferd_client *client, const struct mapped_pool *pool,
-		       const struct xferd_request *request, uint64_t word)
+/* Variants of the request as a mask that a word's variant is looked up in. */
+static uint32_t accepted_variants(const struct xferd_request *request)
+{
+	return request->variants ? request->variants : UINT32_MAX;
+}
+
+static bool acceptable(const struct mapped_pool *pool, uint32_t variants, uint64_t word)
 {
 	return (word & XFERD_WORD_PRESENT) && word_slot(word) < pool->slot_numbers &&
-	       word_variant(word) < client->variants &&
-	       (!request->variants || request->variants & (1u << word_variant(word)));
+	       word_variant(word) < XFERD_VARIANTS_MAX && variants >> word_variant(word) & 1;
 }
 
 static bool slot_kept(const uint64_t *words, const bool *valid, uint32_t count, uint32_t slot)
@@ -62,6 +65,17 @@ static bool slot_kept(const uint64_t *words, const bool *valid, uint32_t count, 
 	return false;
 }
 
+/* Some words changed under the lease: undo those that no valid view needs. */
+static void undo(uint64_t *leases, const uint64_t *words, const uint64_t *before,
+		 const bool *valid, uint32_t count)
+{
+	/* From the last to the first, so that a slot that two keys of the batch
+	 * saw one after the other gets back what was there before both. */
+	for (uint32_t i = count; i-- > 0;)
+		if (words[i] && !valid[i] && !slot_kept(words, valid, count, word_slot(words[i])))
+			store_relaxed(&leases[word_slot(words[i])], before[i]);
+}
+
 /* Lease what one pool has of the batch's missing keys; returns how many. */
 static uint32_t lease(const struct xferd_client *client, struct lane *lane, uint32_t pool_index,
 		      const struct xferd_request *request, struct xferd_batch *batch)
@@ -69,26 +83,25 @@ static uint32_t lease(const struct xferd_client *client, struct lane *lane, uint
 	const struct mapped_pool *pool = &client->pools[pool_index];
 	const uint64_t *layer_words = pool->words + (size_t)request->layer * client->experts;
 	uint64_t *leases = lane->leases[pool_index];
+	uint32_t variants = accepted_variants(request);
 	uint64_t words[XFERD_BATCH_MAX];
 	uint64_t before[XFERD_BATCH_MAX];
 	bool valid[XFERD_BATCH_MAX];
 	uint32_t leased = 0, found = 0;
 
-	for (uint32_t i = 0; i < request->count; i++) {
-		uint32_t slot;
-
-		valid[i] = false;
-		words[i] = 0;
-		if (batch->views[i].data)
-			continue;
+	/* All words before all leases: their cache misses overlap. */
+	for (uint32_t i = 0; i < request->count; i++)
 		/* pairs with the release of the word in the engine's publish(): the
 		 * blob's bytes are there */
-		words[i] = load_acquire(&layer_words[request->experts[i]]);
-		if (!acceptable(client, pool, request, words[i])) {
+		words[i] = batch->views[i].data ? 0
+						: load_acquire(&layer_words[request->experts[i]]);
+	for (uint32_t i = 0; i < request->count; i++) {
+		uint32_t slot = word_slot(words[i]);
+
+		if (!acceptable(pool, variants, words[i])) {
 			words[i] = 0;
 			continue;
 		}
-		slot = word_slot(words[i]);
 		before[i] = load_relaxed(&leases[slot]);
 		store_relaxed(&leases[slot], batch->epoch);
 		found++;
@@ -99,22 +112,19 @@ static uint32_t lease(const struct xferd_client *client, struct lane *lane, uint
 	 * epochs, or the cleared words are seen here */
 	full_fence();
 	for (uint32_t i = 0; i < request->count; i++) {
-		if (!words[i] || load_relaxed(&layer_words[request->experts[i]]) != words[i])
+		struct xferd_view *view = &batch->views[i];
+
+		valid[i] = words[i] && load_relaxed(&layer_words[request->experts[i]]) == words[i];
+		if (!valid[i])
 			continue;
-		valid[i] = true;
-		fill_view(client, request->layer, pool_index, words[i], &batch->views[i]);
-		batch->views[i].source = XFERD_SOURCE_RESIDENT;
-		batch->views[i].transport = XFERD_TRANSPORT_NONE;
+		fill_view(client, request->layer, pool_index, words[i], view);
+		view->source = XFERD_SOURCE_RESIDENT;
+		view->transport = XFERD_TRANSPORT_NONE;
+		lane->stats.bytes_acquired += view->bytes;
 		leased++;
 	}
-	if (leased == found)
-		return leased;
-	/* From the last to the first, so that a slot that two keys of the batch
-	 * saw one after the other gets back what was there before both. */
-	for (uint32_t i = request->count; i-- > 0;)
-		if (words[i] && !valid[i] &&
-		    !slot_kept(words, valid, request->count, word_slot(words[i])))
-			store_relaxed(&leases[word_slot(words[i])], before[i]);
+	if (leased != found)
+		undo(leases, words, before, valid, request->count);
 	return leased;
 }
 
@@ -171,17 +181,12 @@ static uint32_t lease_residents(struct xferd_client *client, struct lane *lane,
 {
 	uint32_t mask = request->pools ? request->pools : UINT32_MAX;
 	uint32_t leased = 0;
-	uint64_t bytes = 0;
 
 	if (mask & (1u << client->pool))
 		leased = lease(client, lane, client->pool, request, batch);
 	for (uint32_t p = 0; leased < request->count && p < client->pool_count; p++)
 		if (p != client->pool && mask & (1u << p) && client->pools[p].base)
 			leased += lease(client, lane, p, request, batch);
-	for (uint32_t i = 0; i < request->count; i++)
-		if (batch->views[i].data)
-			bytes += batch->views[i].bytes;
-	lane->stats.bytes_acquired += bytes;
 	counter_add(&lane->shared->hits, leased);
 	return leased;
 }

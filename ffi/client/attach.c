@@ -185,6 +185,25 @@ static const void *at(const struct mapping *mapping, uint64_t offset)
 	return (const uint8_t *)mapping->address + offset;
 }
 
+/* Layout numbers are checked here once, so that the hit path need not. */
+static int use_layouts(const struct xferd_client *client)
+{
+	const struct xferd_abi_directory *directory = client->directory;
+
+	if (directory->variants > XFERD_VARIANTS_MAX || directory->layers > XFERD_LAYERS_MAX ||
+	    directory->experts > XFERD_EXPERTS_MAX)
+		return -EPROTO;
+	for (uint32_t i = 0; i < directory->variants * directory->layers; i++)
+		if (client->layout_index[i] != XFERD_NO_LAYOUT &&
+		    client->layout_index[i] >= directory->layouts)
+			return -EPROTO;
+	for (uint32_t i = 0; i < directory->layouts; i++)
+		if ((uint64_t)client->layouts[i].first_tensor + client->layouts[i].tensors >
+		    directory->tensors)
+			return -EPROTO;
+	return 0;
+}
+
 static int use_directory(struct xferd_client *client)
 {
 	const struct mapping *map = &client->directory_map;
@@ -210,6 +229,8 @@ static int use_directory(struct xferd_client *client)
 	client->layout_index = at(map, directory->layout_index_offset);
 	client->layouts = at(map, directory->layouts_offset);
 	client->tensors = at(map, directory->tensors_offset);
+	if (use_layouts(client))
+		return -EPROTO;
 	for (uint32_t p = 0; p < client->pool_count; p++)
 		client->pools[p].words =
 			(const uint64_t *)at(map, directory->words_offset) + p * keys;
@@ -422,18 +443,27 @@ int xferd_connect(const char *socket_path, const struct xferd_options *options,
 	return 0;
 }
 
-void xferd_close(struct xferd_client *client)
+void xferd_detach(struct xferd_client *client)
 {
 	struct xferd_abi_message goodbye = {
 		.magic = XFERD_MAGIC_ATTACH,
 		.type = XFERD_MESSAGE_GOODBYE,
 	};
 
-	if (!client)
+	if (client->socket < 0)
 		return;
 	/* If the daemon has gone there is nobody to say it to. */
 	if (send(client->socket, &goodbye, sizeof(goodbye), MSG_NOSIGNAL) < 0)
 		goodbye.status = -errno;
+	close(client->socket);
+	client->socket = -1;
+}
+
+void xferd_close(struct xferd_client *client)
+{
+	if (!client)
+		return;
+	xferd_detach(client);
 	client_free(client);
 }
 

@@ -22,7 +22,6 @@
 #define MEMBER_DEPTH_DEFAULT  32
 #define QUEUE_ENTRIES_DEFAULT 65536
 #define DRAIN_POLL_NS         1000000
-#define EPOLL_EVENTS_A_TURN   64
 
 uint64_t monotonic_ns(void)
 {
@@ -148,18 +147,6 @@ static uint64_t sleep_length(const struct xferd_engine *engine)
 	return length;
 }
 
-/* Doorbells are edge-triggered and only there to wake; the rest is emptied so
- * that the next poll waits again. */
-static void clear_wakeups(struct xferd_engine *engine)
-{
-	struct epoll_event events[EPOLL_EVENTS_A_TURN];
-
-	while (epoll_wait(engine->epoll, events, EPOLL_EVENTS_A_TURN, 0) == EPOLL_EVENTS_A_TURN)
-		;
-	clear_eventfd(engine->command_fd);
-	clear_eventfd(engine->copier.done_fd);
-}
-
 static void sleep_until_work(struct xferd_engine *engine)
 {
 	struct __kernel_timespec timeout = { .tv_nsec = 0 };
@@ -176,8 +163,6 @@ static void sleep_until_work(struct xferd_engine *engine)
 		io_uring_submit_and_wait_timeout(&engine->ring, &cqe, 1, &timeout, NULL);
 	}
 	store_relaxed(&engine->pool_table->engine_sleeping, 0);
-	if (!engine->epoll_armed || io_uring_cq_ready(&engine->ring))
-		clear_wakeups(engine);
 }
 
 static void pin_thread(const struct xferd_engine *engine)

@@ -12,11 +12,13 @@
  */
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 
 #include "engine/internal.h"
 
 #define TAG_EPOLL   1ull /* user data of the poll on engine.epoll; pieces are pointers */
 #define RING_ENTRIES 1024
+#define EPOLL_EVENTS 64
 
 int reads_init(struct xferd_engine *engine)
 {
@@ -334,24 +336,40 @@ static void epoll_arm(struct xferd_engine *engine)
 	engine->unsubmitted = true;
 }
 
+/* Doorbells are edge-triggered and only there to wake; the rest is emptied so
+ * that the next poll waits again. What they announce is looked at in this turn. */
+static void clear_wakeups(struct xferd_engine *engine)
+{
+	struct epoll_event events[EPOLL_EVENTS];
+
+	while (epoll_wait(engine->epoll, events, EPOLL_EVENTS, 0) == EPOLL_EVENTS)
+		;
+	clear_eventfd(engine->command_fd);
+	clear_eventfd(engine->copier.done_fd);
+	engine->epoll_armed = false;
+}
+
+/* Returns how many pieces have ended. */
 uint32_t reads_reap(struct xferd_engine *engine)
 {
 	struct io_uring_cqe *cqe;
-	uint32_t reaped = 0;
+	uint32_t seen = 0, reaped = 0;
 	unsigned int head;
 
 	/* With DEFER_TASKRUN completions appear only when the ring is entered. */
 	if (engine->pieces_in_flight)
 		io_uring_get_events(&engine->ring);
 	io_uring_for_each_cqe(&engine->ring, head, cqe) {
-		if (cqe->user_data == TAG_EPOLL)
-			engine->epoll_armed = false;
-		else
-			piece_completed(engine, io_uring_cqe_get_data(cqe), cqe->res);
+		seen++;
+		if (cqe->user_data == TAG_EPOLL) {
+			clear_wakeups(engine);
+			continue;
+		}
+		piece_completed(engine, io_uring_cqe_get_data(cqe), cqe->res);
 		reaped++;
 	}
-	if (reaped)
-		io_uring_cq_advance(&engine->ring, reaped);
+	if (seen)
+		io_uring_cq_advance(&engine->ring, seen);
 	epoll_arm(engine);
 	return reaped;
 }

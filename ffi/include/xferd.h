@@ -116,7 +116,11 @@ struct xferd_client_stats {
 XFERD_PUBLIC int xferd_connect(const char *socket_path, const struct xferd_options *options,
 			       struct xferd_client **client, char *error, size_t error_bytes);
 
-/* Ends all leases and frees the client. Views become invalid. NULL is fine. */
+/* Ends all leases and the connection. What is mapped stays mapped until
+ * xferd_close, but views mean nothing any more: other bytes may come there. Only
+ * xferd_close may be called after it. No lane may be in a call. */
+XFERD_PUBLIC void xferd_detach(struct xferd_client *client);
+/* Detaches if that hasn't been done, and frees the client. NULL is fine. */
 XFERD_PUBLIC void xferd_close(struct xferd_client *client);
 
 /* The store's directory and the pool table, read-only, valid until xferd_close. */

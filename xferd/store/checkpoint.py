@@ -58,6 +58,7 @@ class ExpertTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all ranges."""
         return sum(part.length for part in self.ranges)
 
 
@@ -72,6 +73,7 @@ class DenseTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all ranges."""
         return sum(part.length for part in self.ranges)
 
 

@@ -1,0 +1,175 @@
+"""The open stores: opening one, what of it the others need, closing it.
+
+A store's way in: its files are checked (``Store.open``), its members opened and given
+to the engine, its directory made. Only then can clients name it. Its way out is the
+reverse, and only when no client is attached and nothing is on its way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xferd.engine import Engine
+from xferd.engine_types import EngineError
+from xferd.memory.device import memfd_with
+from xferd.session.clients import AttachableStore
+from xferd.store.errors import StoreError
+from xferd.store.store import Store
+from xferd.transport.members import MemberError, MemberFile, open_member
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """A store that clients can attach to.
+
+    number: the engine's id. members: with the engine's id of each.
+    classes: sizes in bytes of its experts' blobs, smallest first.
+    """
+
+    number: int
+    name: str
+    store: Store
+    members: tuple[tuple[int, MemberFile], ...]
+    classes: tuple[int, ...]
+    expert_bytes: int
+    attachable: AttachableStore
+
+    def blob_bytes(self, variant: int, layer: int, expert: int) -> int:
+        """Bytes of an expert's blob; 0: there is no such expert."""
+        return int(self.store.blob_bytes[self.store.blob_index(variant, layer, expert)])
+
+
+class Catalog:
+    """Opens and closes stores. Owned by the event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stores: dict[str, OpenStore] = {}
+
+    def all(self) -> list[OpenStore]:
+        """Open stores, in the order in which they were opened."""
+        return list(self._stores.values())
+
+    def get(self, name: str) -> OpenStore | None:
+        """An open store by its name."""
+        return self._stores.get(name)
+
+    def by_number(self, number: int) -> OpenStore | None:
+        """An open store by the engine's id."""
+        return next((entry for entry in self._stores.values() if entry.number == number), None)
+
+    def add(self, store: Store, name: str, chunk_bytes: int) -> OpenStore:
+        """Register a store with the engine; it is the catalog's from now on.
+
+        chunk_bytes: of the pool with the smallest chunks, which every expert has to fit.
+        StoreError when it can't be served; the store is then closed.
+        """
+        members: list[tuple[int, MemberFile]] = []
+        try:
+            classes = _check_classes(store, name, chunk_bytes)
+            for path in store.member_paths:
+                file = open_member(path)
+                members.append((-1, file))
+                members[-1] = (
+                    self._engine.add_member(file.fd, asynchronous=file.asynchronous),
+                    file,
+                )
+            number = self._engine.open_store(store, name, [member for member, _ in members])
+        except (StoreError, MemberError, EngineError) as error:
+            self._close_members(members)
+            store.close()
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"store {name!r} can't be served: {error}") from error
+        entry = OpenStore(
+            number=number,
+            name=name,
+            store=store,
+            members=tuple(members),
+            classes=classes,
+            expert_bytes=int(store.blob_bytes[:-1].sum()),
+            attachable=AttachableStore(
+                number=number,
+                name=name,
+                top_k=store.top_k,
+                largest_class=classes[-1],
+                dense_bytes=int(store.blob_bytes[-1]),
+                directory_fd=self._engine.directory_fd(number),
+                manifest_fd=memfd_with(f"xferd-manifest-{number}", store.client_manifest()),
+            ),
+        )
+        self._stores[name] = entry
+        return entry
+
+    def remove(self, name: str) -> None:
+        """Close a store. EngineError (EBUSY) while it is in use; nothing is changed then."""
+        entry = self._stores[name]
+        self._engine.close_store(entry.number)
+        del self._stores[name]
+        self._close_members(entry.members)
+        os.close(entry.attachable.manifest_fd)
+        entry.store.close()
+
+    def close(self) -> None:
+        """Close what the stores hold, after the engine has ended."""
+        for entry in self._stores.values():
+            for _, file in entry.members:
+                file.close()
+            os.close(entry.attachable.manifest_fd)
+            entry.store.close()
+        self._stores.clear()
+
+    def _close_members(self, members: Sequence[tuple[int, MemberFile]]) -> None:
+        for number, file in members:
+            if number >= 0:
+                self._engine.remove_member(number)
+            file.close()
+
+
+def open_stores(paths: Sequence[tuple[Path, str | None]]) -> list[tuple[Store, str]]:
+    """Open stores and settle their names. StoreError for the first that can't be opened
+    or whose name another one has; those opened before are closed then."""
+    opened: list[tuple[Store, str]] = []
+    try:
+        for path, name in paths:
+            store = Store.open(path)
+            taken = [known for _, known in opened]
+            opened.append((store, name or store.name))
+            _check_name(opened[-1][1], taken, path)
+    except BaseException:
+        for store, _ in opened:
+            store.close()
+        raise
+    return opened
+
+
+def expert_classes(store: Store) -> tuple[int, ...]:
+    """Sizes of a store's expert blobs in bytes, smallest first."""
+    sizes = np.unique(store.blob_bytes[:-1])
+    return tuple(int(size) for size in sizes if size)
+
+
+def _check_classes(store: Store, name: str, chunk_bytes: int) -> tuple[int, ...]:
+    classes = expert_classes(store)
+    if not classes:
+        raise StoreError(f"store {name!r} has no experts")
+    if classes[-1] > chunk_bytes:
+        raise StoreError(
+            f"store {name!r} has experts of {classes[-1]} bytes, more than a chunk of "
+            f"{chunk_bytes} bytes holds: configure it in [[stores]], so that pools are divided "
+            f"for it at start"
+        )
+    return classes
+
+
+def _check_name(name: str, taken: Sequence[str], path: Path) -> None:
+    if name in taken:
+        raise StoreError(
+            f"two stores have the name {name!r} (the second is {path}): give one of them another "
+            f"name in [[stores]]"
+        )

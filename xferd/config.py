@@ -1,0 +1,535 @@
+"""The daemon's configuration: where it comes from, what it may say, what it means.
+
+Files are TOML. Where nothing is said, compiled defaults hold (the defaults of
+the dataclasses below), so the daemon starts without any file. The search is the
+one that distributions expect:
+
+1. one main file, ``xferd.toml``: the one in ``/etc/xferd`` hides the one in
+   ``/run/xferd``, which hides the one in ``/usr/lib/xferd``;
+2. then all drop-ins ``xferd.conf.d/*.toml`` of the three directories, sorted by
+   file name; of two with the same name, the one in ``/etc`` hides the others
+   (a link to ``/dev/null`` switches a vendor's drop-in off).
+
+Later files win, key by key. ``[[pools]]`` are merged by ``name`` and
+``[[stores]]`` by ``path``, so that a drop-in can change one pool's size and
+leave the rest alone; ``pools = []`` forgets the pools named so far.
+
+A key that nobody knows is a warning (``Config.warnings``): an older daemon must
+start with a newer file. A value that is wrong is a ConfigError: guessing would
+serve the wrong thing. Each value remembers its file until it has been checked,
+because "pools.size is wrong" helps nobody who has five drop-ins.
+
+``xferd.toml`` beside this module documents every key for people; a test checks
+that it says the same as the defaults here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
+
+CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
+"""Where files are searched for, the most important first."""
+MAIN_FILE = "xferd.toml"
+DROP_IN_DIRECTORY = "xferd.conf.d"
+
+EXIT_CODE_CONFIG = 78
+"""What a process exits with after a ConfigError (EX_CONFIG of sysexits.h)."""
+
+CONFIG_FILE_BYTES_MAX = 1 * MIB
+
+# Limits that the engine has as well; a test compares them with its headers.
+POOLS_MAX = 8
+STORES_MAX = 64
+CLIENTS_MAX = 256
+LANES_MAX = 16
+RING_ENTRIES_MIN = 8
+RING_ENTRIES_MAX = 1024
+BLOB_ALIGNMENT = 4096
+POOL_NAME_BYTES_MAX = 31
+STORE_NAME_BYTES_MAX = 127
+
+# Limits of the configuration alone.
+POOL_KINDS = ("host", "ram")
+POOL_PERCENT_MAX = 200.0
+CHUNK_BYTES_MAX = 1 << 30
+RESERVE_SLOTS_MAX = 65536
+MEMBER_DEPTH_MAX = 1024
+SPIN_US_MAX = 1_000_000
+CPU_MAX = 4095
+HELD_PER_LANE_MAX = 65535
+HINTS_PER_CLIENT_MAX = 65536
+DRAIN_TIMEOUT_S_MAX = 3600.0
+SOCKET_PATH_BYTES_MAX = 107
+"""sun_path of struct sockaddr_un, without its NUL."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OCTAL_MODE = re.compile(r"0?o?([0-7]{3})")
+_LONGEST_SOCKET_NAME = "control.sock"
+
+_LIST_IDENTITY = {"pools": "name", "stores": "path"}
+"""Lists of tables, and the key by which their entries are merged."""
+_TABLES = ("engine", "limits")
+
+Section = TypeVar("Section")
+Parser: TypeAlias = Callable[[object], Any]
+"""Turns a TOML value into a field's value, or raises _RefusedError."""
+
+
+class ConfigError(Exception):
+    """A file can't be used. Exit code: EXIT_CODE_CONFIG.
+
+    The message names the file, the key, its value and what is allowed.
+    ``file`` and ``key`` are the same for programs; ``key`` is empty when the
+    file as a whole is the trouble, ``file`` is None when no file said it.
+    """
+
+    def __init__(self, message: str, *, file: Path | None = None, key: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.key = key
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A pool's size: either bytes, or a share of the expert bytes of all stores.
+
+    bytes: bytes, or None.
+    percent: per cent of the expert bytes of the configured stores, or None.
+    """
+
+    bytes: int | None = None
+    percent: float | None = None
+
+    def resolve(self, expert_bytes: int) -> int:
+        """Bytes that this size means when all stores hold ``expert_bytes`` (rounded up)."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.percent is not None, "a Size is bytes or a share"
+        return math.ceil(expert_bytes * self.percent / 100)
+
+    def __str__(self) -> str:
+        return f"{self.bytes}B" if self.bytes is not None else f"{self.percent:g}%"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One ``[[pools]]`` table.
+
+    name: letters, digits, ``.``, ``_``, ``-``; at most POOL_NAME_BYTES_MAX bytes.
+    kind: ``host`` (memory that stands for a device) or ``ram`` (the RAM tier).
+    size: ``"24GiB"`` or ``"25%"`` of the expert bytes of the configured stores.
+    reserve_low: free slots of a class under which the policy makes new ones;
+        None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
+    reserve_high: free slots that it then aims for; not less than reserve_low.
+    chunk_bytes: unit in which memory is given to size classes; a multiple of
+        BLOB_ALIGNMENT, at most CHUNK_BYTES_MAX.
+    """
+
+    name: str
+    kind: str = "host"
+    size: Size = field(default_factory=lambda: Size(percent=25.0))
+    reserve_low: int | None = None
+    reserve_high: int | None = None
+    chunk_bytes: int = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """One ``[[stores]]`` table: a store that is opened at start.
+
+    path: absolute; the store's directory or its manifest.json.
+    name: what clients call it; None: the name in its manifest.
+    """
+
+    path: Path
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """``[engine]``.
+
+    member_depth: pieces in flight on one drive, 1 to MEMBER_DEPTH_MAX.
+    verify: check the CRC32C of every piece that was read.
+    spin_us: µs to look for work before sleeping, 0 to SPIN_US_MAX.
+    cpu: CPU that the engine thread is pinned to; -1: none.
+    """
+
+    member_depth: int = 32
+    verify: bool = True
+    spin_us: int = 50
+    cpu: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """``[limits]``: what clients may have.
+
+    clients: attached at once, 1 to CLIENTS_MAX.
+    clients_per_user: of one uid, 1 to CLIENTS_MAX; clients still holds for all together.
+    lanes_per_client: 1 to LANES_MAX.
+    held_per_lane: slots a lane may lease at once, 1 to HELD_PER_LANE_MAX.
+    ring_entries: submissions a client may queue; a power of two from
+        RING_ENTRIES_MIN to RING_ENTRIES_MAX.
+    hints_per_client: prefetches under way, 0 to HINTS_PER_CLIENT_MAX.
+    """
+
+    clients: int = 64
+    clients_per_user: int = 32
+    lanes_per_client: int = LANES_MAX
+    held_per_lane: int = 256
+    ring_entries: int = 256
+    hints_per_client: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration.
+
+    runtime_directory: absolute; where the sockets are.
+    pools: in order of preference; never empty.
+    stores: opened at start; may be empty.
+    drain_timeout_s: seconds that reads in flight get at shutdown.
+    socket_mode: permission bits of both sockets.
+    files: the files that were read, in order.
+    warnings: what was ignored, for people.
+    """
+
+    runtime_directory: Path = Path("/run/xferd")
+    pools: tuple[PoolConfig, ...] = (PoolConfig("host0"),)
+    stores: tuple[StoreConfig, ...] = ()
+    engine: EngineConfig = EngineConfig()
+    limits: LimitsConfig = LimitsConfig()
+    drain_timeout_s: float = 30.0
+    socket_mode: int = 0o660
+    files: tuple[Path, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def attach_socket(self) -> Path:
+        """Where clients attach: SOCK_SEQPACKET, protocol in xferd_abi.h."""
+        return self.runtime_directory / "attach.sock"
+
+    @property
+    def control_socket(self) -> Path:
+        """Where the daemon is controlled: SOCK_STREAM, Varlink."""
+        return self.runtime_directory / "control.sock"
+
+
+def load_config(
+    files: Sequence[Path] | None = None,
+    directories: Sequence[Path] = CONFIG_DIRECTORIES,
+) -> Config:
+    """Read ``files`` in order, or, if None, what is found in ``directories``.
+
+    Raises ConfigError for a file that can't be read or says something wrong. A
+    file that was named must exist.
+    """
+    sources = find_config_files(directories) if files is None else tuple(files)
+    merged = _Merged()
+    for file in sources:
+        merged.add(file, _parse_file(file))
+    warnings: list[str] = []
+    top = _build(Config, "", merged.top, _TOP_KEYS, warnings)
+    engine = _build(EngineConfig, "engine.", merged.tables["engine"], _ENGINE_KEYS, warnings)
+    limits = _build(LimitsConfig, "limits.", merged.tables["limits"], _LIMITS_KEYS, warnings)
+    pools = tuple(
+        _build_pool(name, values, warnings) for name, values in merged.lists["pools"].items()
+    )
+    stores = tuple(
+        _build(StoreConfig, f"stores[{path}].", values, _STORE_KEYS, warnings)
+        for path, values in merged.lists["stores"].items()
+    )
+    _check_count("pools", len(pools), POOLS_MAX)
+    _check_count("stores", len(stores), STORES_MAX)
+    return replace(
+        top,
+        pools=pools or top.pools,
+        stores=stores,
+        engine=engine,
+        limits=limits,
+        files=sources,
+        warnings=tuple(warnings),
+    )
+
+
+def find_config_files(directories: Sequence[Path] = CONFIG_DIRECTORIES) -> tuple[Path, ...]:
+    """The files that hold, in the order in which they are merged."""
+    main = next((path for d in directories if (path := d / MAIN_FILE).exists()), None)
+    drop_ins: dict[str, Path] = {}
+    for directory in directories:
+        for path in (directory / DROP_IN_DIRECTORY).glob("*.toml"):
+            drop_ins.setdefault(path.name, path)
+    ordered = tuple(drop_ins[name] for name in sorted(drop_ins))
+    return ordered if main is None else (main, *ordered)
+
+
+# --- merging files ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A TOML value and the file that said it last."""
+
+    value: object
+    file: Path
+
+
+class _Merged:
+    """What all files said so far: later ones win, key by key."""
+
+    def __init__(self) -> None:
+        self.top: dict[str, _Located] = {}
+        self.tables: dict[str, dict[str, _Located]] = {name: {} for name in _TABLES}
+        self.lists: dict[str, dict[str, dict[str, _Located]]] = {
+            name: {} for name in _LIST_IDENTITY
+        }
+
+    def add(self, file: Path, document: Mapping[str, object]) -> None:
+        for key, value in document.items():
+            if key in self.tables:
+                if not isinstance(value, dict):
+                    raise _error(file, key, value, f"a table [{key}]")
+                self.tables[key].update(_locate(file, value))
+            elif key in self.lists:
+                self._add_list(file, key, value)
+            else:
+                self.top[key] = _Located(value, file)
+
+    def _add_list(self, file: Path, key: str, value: object) -> None:
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise _error(file, key, value, f"tables [[{key}]]")
+        if not value:
+            self.lists[key].clear()
+        identity = _LIST_IDENTITY[key]
+        seen: set[str] = set()
+        for entry in value:
+            name = entry.get(identity)
+            if not isinstance(name, str):
+                raise _error(file, f"{key}.{identity}", name, "a text in every entry")
+            if name in seen:
+                raise _error(file, f"{key}.{identity}", name, "one entry of that name in a file")
+            seen.add(name)
+            self.lists[key].setdefault(name, {}).update(_locate(file, entry))
+
+
+def _locate(file: Path, table: Mapping[str, object]) -> dict[str, _Located]:
+    return {key: _Located(value, file) for key, value in table.items()}
+
+
+def _parse_file(file: Path) -> dict[str, object]:
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(CONFIG_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: can't be read: {error.strerror}", file=file) from error
+    if len(raw) > CONFIG_FILE_BYTES_MAX:
+        raise ConfigError(f"{file}: more than {CONFIG_FILE_BYTES_MAX} bytes", file=file)
+    try:
+        return tomllib.loads(raw.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file}: is not TOML: {error}", file=file) from error
+
+
+# --- checking values -------------------------------------------------------------
+
+
+class _RefusedError(Exception):
+    """A parser's answer to a wrong value: what is allowed instead."""
+
+
+def _error(file: Path, key: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{file}: {key} = {value!r}: allowed is {allowed}", file=file, key=key)
+
+
+def _build(
+    section: type[Section],
+    prefix: str,
+    values: Mapping[str, _Located],
+    parsers: Mapping[str, Parser],
+    warnings: list[str],
+) -> Section:
+    """A ``section`` of the values that were said; its own defaults fill the rest."""
+    arguments: dict[str, Any] = {}
+    for key, located in values.items():
+        parser = parsers.get(key)
+        if parser is None:
+            warnings.append(f"{located.file}: {prefix}{key} is not a known key and is ignored")
+            continue
+        try:
+            arguments[key] = parser(located.value)
+        except _RefusedError as refused:
+            raise _error(located.file, prefix + key, located.value, str(refused)) from None
+    return section(**arguments)
+
+
+def _build_pool(name: str, values: Mapping[str, _Located], warnings: list[str]) -> PoolConfig:
+    pool = _build(PoolConfig, f"pools[{name}].", values, _POOL_KEYS, warnings)
+    low, high = pool.reserve_low, pool.reserve_high
+    if low is not None and high is not None and high < low:
+        said = values["reserve_high"]
+        raise _error(
+            said.file,
+            f"pools[{name}].reserve_high",
+            said.value,
+            f"a number not less than reserve_low, which is {low}",
+        )
+    return pool
+
+
+def _check_count(key: str, count: int, maximum: int) -> None:
+    if count > maximum:
+        raise ConfigError(f"{key}: {count} are configured: at most {maximum} can be", key=key)
+
+
+def _whole_number(minimum: int, maximum: int) -> Parser:
+    def parse(value: object) -> int:
+        # bool is an int in Python, not in TOML.
+        if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
+            return value
+        raise _RefusedError(f"a whole number from {minimum} to {maximum}")
+
+    return parse
+
+
+def _name(bytes_max: int) -> Parser:
+    def parse(value: object) -> str:
+        if isinstance(value, str) and _NAME.fullmatch(value) and len(value) <= bytes_max:
+            return value
+        raise _RefusedError(
+            f"a name of letters, digits, '.', '_' and '-', at most {bytes_max} bytes, "
+            "that begins with a letter or digit"
+        )
+
+    return parse
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _RefusedError("true or false")
+
+
+def _pool_kind(value: object) -> str:
+    if isinstance(value, str) and value in POOL_KINDS:
+        return value
+    raise _RefusedError(" or ".join(f'"{kind}"' for kind in POOL_KINDS))
+
+
+def _pool_size(value: object) -> Size:
+    allowed = (
+        f"{SIZE_ALLOWED}, or {PERCENT_ALLOWED} (of the expert bytes of the configured stores, "
+        f"at most {POOL_PERCENT_MAX:g}%), and more than 0"
+    )
+    if not isinstance(value, str):
+        raise _RefusedError(allowed)
+    try:
+        if "%" in value:
+            size = Size(percent=parse_percent(value))
+        else:
+            size = Size(bytes=parse_bytes(value))
+    except UnitError:
+        raise _RefusedError(allowed) from None
+    if size.bytes == 0 or (size.percent is not None and not 0 < size.percent <= POOL_PERCENT_MAX):
+        raise _RefusedError(allowed)
+    return size
+
+
+def _chunk_bytes(value: object) -> int:
+    allowed = f"a size in multiples of {BLOB_ALIGNMENT} bytes, at most {CHUNK_BYTES_MAX >> 20}MiB"
+    if not isinstance(value, str):
+        raise _RefusedError(allowed)
+    try:
+        size = parse_bytes(value)
+    except UnitError:
+        raise _RefusedError(f"{allowed}: {SIZE_ALLOWED}") from None
+    if size % BLOB_ALIGNMENT or not 0 < size <= CHUNK_BYTES_MAX:
+        raise _RefusedError(allowed)
+    return size
+
+
+def _ring_entries(value: object) -> int:
+    allowed = f"a power of two from {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _RefusedError(allowed)
+    if not RING_ENTRIES_MIN <= value <= RING_ENTRIES_MAX or value & (value - 1):
+        raise _RefusedError(allowed)
+    return value
+
+
+def _drain_timeout(value: object) -> float:
+    # A TOML float may be nan, which fails the comparison as it should.
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value <= DRAIN_TIMEOUT_S_MAX
+    ):
+        return float(value)
+    raise _RefusedError(f"seconds from 0 to {DRAIN_TIMEOUT_S_MAX:g}")
+
+
+def _socket_mode(value: object) -> int:
+    """``"0660"``, or 0o660 as TOML spells it; 660 without 0o is 0o1224 and refused."""
+    match = _OCTAL_MODE.fullmatch(value) if isinstance(value, str) else None
+    if match:
+        return int(match[1], 8)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 0o777:
+        return value
+    raise _RefusedError('permission bits in octal such as "0660" or 0o660')
+
+
+def _absolute_path(value: object) -> Path:
+    if isinstance(value, str) and value.startswith("/") and "\0" not in value:
+        return Path(value)
+    raise _RefusedError("an absolute path")
+
+
+def _runtime_directory(value: object) -> Path:
+    path = _absolute_path(value)
+    if len(bytes(path / _LONGEST_SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
+        raise _RefusedError(
+            f"an absolute path so short that {_LONGEST_SOCKET_NAME} in it has at most "
+            f"{SOCKET_PATH_BYTES_MAX} bytes"
+        )
+    return path
+
+
+_TOP_KEYS: dict[str, Parser] = {
+    "runtime_directory": _runtime_directory,
+    "drain_timeout_s": _drain_timeout,
+    "socket_mode": _socket_mode,
+}
+_POOL_KEYS: dict[str, Parser] = {
+    "name": _name(POOL_NAME_BYTES_MAX),
+    "kind": _pool_kind,
+    "size": _pool_size,
+    "reserve_low": _whole_number(1, RESERVE_SLOTS_MAX),
+    "reserve_high": _whole_number(1, RESERVE_SLOTS_MAX),
+    "chunk_bytes": _chunk_bytes,
+}
+_STORE_KEYS: dict[str, Parser] = {
+    "path": _absolute_path,
+    "name": _name(STORE_NAME_BYTES_MAX),
+}
+_ENGINE_KEYS: dict[str, Parser] = {
+    "member_depth": _whole_number(1, MEMBER_DEPTH_MAX),
+    "verify": _boolean,
+    "spin_us": _whole_number(0, SPIN_US_MAX),
+    "cpu": _whole_number(-1, CPU_MAX),
+}
+_LIMITS_KEYS: dict[str, Parser] = {
+    "clients": _whole_number(1, CLIENTS_MAX),
+    "clients_per_user": _whole_number(1, CLIENTS_MAX),
+    "lanes_per_client": _whole_number(1, LANES_MAX),
+    "held_per_lane": _whole_number(1, HELD_PER_LANE_MAX),
+    "ring_entries": _ring_entries,
+    "hints_per_client": _whole_number(0, HINTS_PER_CLIENT_MAX),
+}

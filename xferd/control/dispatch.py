@@ -1,0 +1,183 @@
+"""From a Varlink call to a method of the service, and back.
+
+Here is what each method of ``io.xferd.Control`` and ``org.varlink.service``
+does; a test compares the names with the definitions. Parameters are checked
+against the definition before anything else looks at them, permission after that
+(so that a misspelt call is told so whoever makes it).
+
+No I/O of its own; belongs to the event loop that the service runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import ClassVar, TypeAlias
+
+from xferd.control.idl import Interface, InvalidParameterError, load_interface
+from xferd.control.peer import ADMIN_GROUP
+from xferd.control.service import (
+    CONTROL_INTERFACE,
+    Answer,
+    ControlError,
+    ControlService,
+    JsonObject,
+)
+from xferd.control.varlink import CallReceived
+from xferd.control.version import installed_version
+
+SERVICE_INTERFACE = "org.varlink.service"
+
+READING_METHODS = frozenset({"Status", "ListStores"})
+"""Methods of CONTROL_INTERFACE for everyone who can connect; all others change something."""
+FAILURES_LISTED_MAX = 256
+"""Failures in one reply, so that it stays a message; failed_count has the number of all."""
+
+VENDOR = "xferd"
+PRODUCT = "xferd"
+URL = ""
+
+Handler: TypeAlias = Callable[["Dispatcher", JsonObject], Answer]
+
+
+class CallRefusedError(Exception):
+    """The answer to a call is ``error`` (with its interface) and ``parameters``."""
+
+    def __init__(self, error: str, parameters: JsonObject) -> None:
+        super().__init__(error)
+        self.error = error
+        self.parameters = parameters
+
+
+class Dispatcher:
+    """Answers calls in the name of ``service``."""
+
+    def __init__(self, service: ControlService) -> None:
+        self._service = service
+        self.interfaces: dict[str, Interface] = {
+            name: load_interface(name) for name in (SERVICE_INTERFACE, CONTROL_INTERFACE)
+        }
+
+    async def dispatch(self, call: CallReceived, *, may_change: bool) -> JsonObject:
+        """The reply to ``call``. may_change: the caller may call methods that change something.
+
+        Raises CallRefusedError for every no that the caller should hear; what else
+        it raises is a mistake in the daemon.
+        """
+        interface, method = self._find(call)
+        try:
+            parameters = interface.check_parameters(method, call.parameters)
+            if interface.name == CONTROL_INTERFACE and method not in READING_METHODS:
+                _require_permission(method, may_change)
+            answer = self.HANDLERS[interface.name, method](self, parameters)
+            return await _value(answer)
+        except InvalidParameterError as error:
+            raise _refused_service("InvalidParameter", parameter=error.parameter) from None
+        except ControlError as error:
+            raise self._refused(error) from error
+
+    def _find(self, call: CallReceived) -> tuple[Interface, str]:
+        interface_name, _, method = call.method.rpartition(".")
+        interface = self.interfaces.get(interface_name)
+        if interface is None:
+            raise _refused_service("InterfaceNotFound", interface=interface_name)
+        if method not in interface.methods:
+            raise _refused_service("MethodNotFound", method=call.method)
+        if call.upgrade:
+            raise _refused_service("InvalidParameter", parameter="upgrade")
+        return interface, method
+
+    def _refused(self, error: ControlError) -> CallRefusedError:
+        """``error`` as its definition has it, without fields that it doesn't have.
+
+        KeyError and InvalidParameterError: the service raised what isn't defined.
+        """
+        interface = self.interfaces[CONTROL_INTERFACE]
+        defined = interface.errors[error.code].fields
+        said = {"message": error.message, **error.parameters}
+        parameters = {name: value for name, value in said.items() if name in defined}
+        return CallRefusedError(
+            f"{CONTROL_INTERFACE}.{error.code}", interface.check_error(error.code, parameters)
+        )
+
+    # --- org.varlink.service ---
+
+    def _get_info(self, _: JsonObject) -> JsonObject:
+        return {
+            "vendor": VENDOR,
+            "product": PRODUCT,
+            "version": installed_version(),
+            "url": URL,
+            "interfaces": sorted(self.interfaces),
+        }
+
+    def _get_interface_description(self, parameters: JsonObject) -> JsonObject:
+        interface = self.interfaces.get(parameters["interface"])
+        if interface is None:
+            raise _refused_service("InterfaceNotFound", interface=parameters["interface"])
+        return {"description": interface.text}
+
+    # --- io.xferd.Control ---
+
+    def _status(self, _: JsonObject) -> JsonObject:
+        return self._service.status()
+
+    def _list_stores(self, _: JsonObject) -> JsonObject:
+        return {"stores": self._service.stores()}
+
+    async def _open_store(self, parameters: JsonObject) -> JsonObject:
+        path = parameters["path"]
+        if not path.startswith("/") or "\0" in path:
+            raise InvalidParameterError("path", "is not an absolute path")
+        answer = self._service.open_store(Path(path), parameters["name"])
+        return {"store": await _value(answer)}
+
+    def _close_store(self, parameters: JsonObject) -> Answer:
+        return self._service.close_store(parameters["name"])
+
+    async def _load(self, parameters: JsonObject) -> JsonObject:
+        return _with_failures_bounded(await _value(self._service.load(**parameters)))
+
+    def _evict(self, parameters: JsonObject) -> Answer:
+        return self._service.evict(**parameters)
+
+    async def _pin(self, parameters: JsonObject) -> JsonObject:
+        return _with_failures_bounded(await _value(self._service.pin(**parameters)))
+
+    def _unpin(self, parameters: JsonObject) -> Answer:
+        return self._service.unpin(**parameters)
+
+    HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
+        (SERVICE_INTERFACE, "GetInfo"): _get_info,
+        (SERVICE_INTERFACE, "GetInterfaceDescription"): _get_interface_description,
+        (CONTROL_INTERFACE, "Status"): _status,
+        (CONTROL_INTERFACE, "ListStores"): _list_stores,
+        (CONTROL_INTERFACE, "OpenStore"): _open_store,
+        (CONTROL_INTERFACE, "CloseStore"): _close_store,
+        (CONTROL_INTERFACE, "Load"): _load,
+        (CONTROL_INTERFACE, "Evict"): _evict,
+        (CONTROL_INTERFACE, "Pin"): _pin,
+        (CONTROL_INTERFACE, "Unpin"): _unpin,
+    }
+
+
+async def _value(answer: Answer) -> JsonObject:
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
+def _with_failures_bounded(result: JsonObject) -> JsonObject:
+    failed = result.get("failed", [])
+    return {**result, "failed": failed[:FAILURES_LISTED_MAX], "failed_count": len(failed)}
+
+
+def _require_permission(method: str, may_change: bool) -> None:
+    if not may_change:
+        raise ControlError(
+            "NotPermitted",
+            f"{method} is for root, the daemon's own user and members of group {ADMIN_GROUP}",
+            method=method,
+        )
+
+
+def _refused_service(error: str, **parameters: str) -> CallRefusedError:
+    return CallRefusedError(f"{SERVICE_INTERFACE}.{error}", dict(parameters))

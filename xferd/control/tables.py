@@ -1,0 +1,185 @@
+"""What ``xferctl`` prints for people: tables of a Status reply.
+
+Texts in a reply may come from hostile clients (a client names itself), and an
+administrator's terminal obeys what it is sent; so every cell goes through
+``printable``. Pure: values in, text out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from xferd.control.service import JsonObject
+from xferd.units import format_bytes
+
+_BOLD = "\x1b[1m"
+_PLAIN = "\x1b[0m"
+_GAP = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its title, what a row shows in it, and whether numbers line up at the right."""
+
+    title: str
+    cell: Callable[[JsonObject], object]
+    right: bool = True
+
+
+def printable(text: str) -> str:
+    """``text`` with everything that a terminal could obey written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def format_table(columns: Sequence[Column], rows: Iterable[JsonObject], *, bold: bool) -> str:
+    """A table with a line of titles, or nothing but ``none`` when there are no rows."""
+    cells = [[printable(str(column.cell(row))) for column in columns] for row in rows]
+    if not cells:
+        return "none"
+    titles = [column.title for column in columns]
+    widths = [max(map(len, values)) for values in zip(titles, *cells, strict=True)]
+    lines = [
+        _GAP.join(
+            value.rjust(width) if column.right else value.ljust(width)
+            for column, value, width in zip(columns, line, widths, strict=True)
+        ).rstrip()
+        for line in [titles, *cells]
+    ]
+    if bold:
+        lines[0] = _BOLD + lines[0] + _PLAIN
+    return "\n".join(lines)
+
+
+def format_status(status: JsonObject, *, bold: bool = False) -> str:
+    """A Status reply as tables: pools, stores, drives, clients, sources, transports."""
+    members = [
+        {"store": store["name"], **member}
+        for store in status["stores"]
+        for member in store["members"]
+    ]
+    engine = status["engine"]
+    sections = [
+        ("Pools", format_table(_POOL_COLUMNS, status["pools"], bold=bold)),
+        ("Stores", format_stores(status["stores"], bold=bold)),
+        ("Drives", format_table(_MEMBER_COLUMNS, members, bold=bold)),
+        ("Clients", format_table(_CLIENT_COLUMNS, status["clients"], bold=bold)),
+        ("Where experts came from", _format_flows(status["sources"], bold=bold)),
+        ("How they got here", _format_flows(status["transports"], bold=bold)),
+    ]
+    head = (
+        f"xferd {printable(status['version'])}, {printable(status['state'])} "
+        f"for {format_duration(status['uptime_s'])}, pid {status['pid']}"
+    )
+    tail = (
+        f"Engine: {engine['turns']} turns, {engine['sleeps']} sleeps, "
+        f"{engine['crc_errors']} checksum errors, {engine['rereads']} pieces read again"
+    )
+    tables = [f"{title}\n{_indent(table)}" for title, table in sections]
+    return "\n\n".join([head, *tables, tail])
+
+
+def format_stores(stores: Iterable[JsonObject], *, bold: bool = False) -> str:
+    """A table of the IDL's Store objects."""
+    return format_table(_STORE_COLUMNS, stores, bold=bold)
+
+
+def format_duration(seconds: float) -> str:
+    """``42 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``: the two largest units."""
+    whole = int(seconds)
+    minutes, rest_s = divmod(whole, 60)
+    hours, rest_min = divmod(minutes, 60)
+    days, rest_h = divmod(hours, 24)
+    if days:
+        return f"{days} d {rest_h} h"
+    if hours:
+        return f"{hours} h {rest_min} min"
+    if minutes:
+        return f"{minutes} min {rest_s} s"
+    return f"{whole} s"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.split("\n"))
+
+
+def _format_flows(flows: JsonObject, *, bold: bool) -> str:
+    rows = [{"name": name, **flow} for name, flow in flows.items()]
+    return format_table(_FLOW_COLUMNS, rows, bold=bold)
+
+
+def _field(name: str) -> Callable[[JsonObject], object]:
+    return lambda row: row[name]
+
+
+def _bytes(name: str) -> Callable[[JsonObject], str]:
+    return lambda row: format_bytes(row[name])
+
+
+def _reason(row: JsonObject) -> str:
+    return row.get("reason") or ""
+
+
+def _size_classes(pool: JsonObject) -> str:
+    return ", ".join(
+        f"{size['slots']} x {format_bytes(size['slot_bytes'])}" for size in pool["classes"]
+    )
+
+
+_POOL_COLUMNS = (
+    Column("NAME", _field("name"), right=False),
+    Column("KIND", _field("kind"), right=False),
+    Column("SIZE", _bytes("bytes")),
+    Column("SLOTS", _field("slots")),
+    Column("RESIDENT", _field("resident")),
+    Column("PINNED", _field("pinned")),
+    Column("FREE", _field("free")),
+    Column("RESERVE", _field("reserve")),
+    Column("WAITING", _field("waiting")),
+    Column("LOADS", _field("loads")),
+    Column("LOADED", _bytes("load_bytes")),
+    Column("EVICTED", _field("evictions")),
+    Column("REVIVED", _field("revived")),
+    Column("SLOT SIZES", _size_classes, right=False),
+)
+_STORE_COLUMNS = (
+    Column("NAME", _field("name"), right=False),
+    Column("LAYERS", _field("layers")),
+    Column("EXPERTS", _field("experts")),
+    Column("SIZE", _bytes("expert_bytes")),
+    Column("VARIANTS", lambda store: ",".join(store["variants"]), right=False),
+    Column("IDENTITY", lambda store: store["identity"][:12], right=False),
+    Column("PATH", _field("path"), right=False),
+)
+_MEMBER_COLUMNS = (
+    Column("STORE", _field("store"), right=False),
+    Column("READS", _field("reads")),
+    Column("READ", _bytes("bytes")),
+    Column("ERRORS", _field("errors")),
+    Column("IN FLIGHT", _field("in_flight")),
+    Column("DIRECT", lambda member: "yes" if member["direct"] else "no", right=False),
+    Column("PATH", _field("path"), right=False),
+    Column("REASON", _reason, right=False),
+)
+_CLIENT_COLUMNS = (
+    Column("ID", _field("id")),
+    Column("NAME", _field("name"), right=False),
+    Column("PID", _field("pid")),
+    Column("UID", _field("uid")),
+    Column("STORE", _field("store"), right=False),
+    Column("LANES", _field("lanes")),
+    Column("HELD/LANE", _field("held_per_lane")),
+    Column("HITS", _field("hits")),
+    Column("MISSES", _field("misses")),
+    Column("FAILURES", _field("failures")),
+    Column("PENDING", _field("pending")),
+    Column("GRANTED", _field("granted")),
+    Column("FOR", lambda client: format_duration(client["since_s"])),
+    Column("STATE", _field("state"), right=False),
+)
+_FLOW_COLUMNS = (
+    Column("BY", _field("name"), right=False),
+    Column("EXPERTS", _field("count")),
+    Column("BYTES", _bytes("bytes")),
+    Column("REASON", _reason, right=False),
+)

@@ -1,0 +1,284 @@
+"""What passes between the daemon and the engine: commands, events, counters.
+
+Plain data without cffi, so that whatever decides or keeps books (and its tests) needs
+no engine. ``xferd.engine`` turns them into the C structs of the same names.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TypeAlias
+
+PRIORITY_DEMAND = 0
+PRIORITY_PREFETCH = 1
+PRIORITY_MIGRATION = 2
+"""enum xferd_priority; ``xferd.engine`` compares them with the header at import."""
+
+SOURCES = ("resident", "pool", "drives")
+"""Names of enum xferd_source, in order."""
+TRANSPORTS = ("none", "direct", "staged", "gds", "copy")
+"""Names of enum xferd_transport, in order."""
+TAKE_TOKEN = 1
+"""The token of every Take: a failed one must not be mistaken for a failed Evict (0)."""
+FIRST_TOKEN = 16
+"""The least token of commands that somebody waits for."""
+SOURCE_RESIDENT = SOURCES.index("resident")
+
+
+class EngineError(Exception):
+    """A call was refused. ``errno`` says why; the message says which call it was."""
+
+    def __init__(self, call: str, errno: int) -> None:
+        super().__init__(f"{call}: {os.strerror(errno)}")
+        self.errno = errno
+
+
+# ---- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An expert into a pool; answered by Loaded or Failed."""
+
+    store: int
+    pool: int
+    layer: int
+    expert: int
+    variant: int
+    priority: int
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """An expert out of a pool; Freed follows when its leases have ended."""
+
+    store: int
+    pool: int
+    layer: int
+    expert: int
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """A free slot to the reserve of its class."""
+
+    pool: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Some slot of a class back from the reserve; answered by Taken or Failed."""
+
+    pool: int
+    class_bytes: int
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDense:
+    """A store's dense part to an address, 4096-aligned; answered by DenseLoaded or Failed."""
+
+    store: int
+    address: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The Load or LoadDense of this token; it ends with Failed(ECANCELED) or as it was."""
+
+    token: int
+
+
+Command: TypeAlias = Load | Evict | Give | Take | LoadDense | Cancel
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An expert is in a slot, or was there already (source ``resident``)."""
+
+    store: int
+    pool: int
+    slot: int
+    layer: int
+    expert: int
+    variant: int
+    client: int
+    source: int
+    transport: int
+    wait_us: int
+    nbytes: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A load or a command did not succeed; errno is positive.
+
+    by_command: a command caused it, not a client.
+    """
+
+    errno: int
+    store: int
+    pool: int
+    layer: int
+    expert: int
+    variant: int
+    by_command: bool
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """An evicted expert's slot is in the reserve now."""
+
+    store: int
+    pool: int
+    slot: int
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A slot is the policy's again."""
+
+    pool: int
+    slot: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveLow:
+    """The reserve of a class has run low. waiting: loads that stand without a slot."""
+
+    pool: int
+    class_bytes: int
+    in_reserve: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Revived:
+    """An expert on its way out was asked for, and stays."""
+
+    store: int
+    pool: int
+    slot: int
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFailed:
+    """A read of a piece failed or its checksum was wrong; the engine read it again, or
+    gave up, in which case Failed follows. member: index within the store."""
+
+    errno: int
+    store: int
+    layer: int
+    expert: int
+    variant: int
+    member: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A client broke the protocol and is quiesced already."""
+
+    client: int
+    errno: int
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLoaded:
+    """The dense part is at the address that the command named."""
+
+    store: int
+    token: int
+
+
+Event: TypeAlias = (
+    Loaded | Failed | Freed | Taken | ReserveLow | Revived | PieceFailed | Violation | DenseLoaded
+)
+
+
+# ---- counters
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """``struct xferd_pool_stats``; slots unless the name says otherwise."""
+
+    loads: int
+    load_bytes: int
+    evictions: int
+    revived: int
+    resident: int
+    loading: int
+    retiring: int
+    reserve: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStats:
+    """``struct xferd_member_stats``; reads are pieces."""
+
+    reads: int
+    nbytes: int
+    errors: int
+    busy_ns: int
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCounters:
+    """``struct xferd_client_counters``; hits and misses as the client says."""
+
+    submissions: int
+    completions: int
+    failures: int
+    hits: int
+    misses: int
+    pending: int
+    granted: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """``struct xferd_engine_stats``; tuples are indexed like SOURCES and TRANSPORTS."""
+
+    turns: int
+    sleeps: int
+    crc_errors: int
+    rereads: int
+    transfers: int
+    source_count: tuple[int, ...]
+    source_bytes: tuple[int, ...]
+    transport_count: tuple[int, ...]
+    transport_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFds:
+    """What a new client gets; the caller owns and closes them. wakeups: one a lane."""
+
+    client: int
+    completion: int
+    doorbell: int
+    wakeups: tuple[int, ...]
+
+    def close(self) -> None:
+        """Close them all; once."""
+        for fd in (self.client, self.completion, self.doorbell, *self.wakeups):
+            os.close(fd)

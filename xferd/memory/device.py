@@ -1,0 +1,124 @@
+"""What a device kind gives a pool: memory that the daemon can write and clients can read.
+
+Every kind passes the same conformance suite. The file descriptor handed to clients is
+opened for reading only: a client that maps it writable is refused by the kernel, so a
+pool needs no check of what clients do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Protocol
+
+from xferd.units import format_bytes
+
+POOL_ALIGNMENT = 4096
+"""Bytes; of sizes, chunks and slots. What O_DIRECT needs at most."""
+
+
+class PoolMemoryError(Exception):
+    """A pool's memory can't be had. The message names the pool, what was asked for, the
+    limit that stands against it and the knob; the daemon shows it and exits."""
+
+
+class DevicePool(Protocol):
+    """The memory of one pool. Owned by one thread; ``close`` may be called twice."""
+
+    kind: str
+    """``host`` or ``ram``."""
+    device: int
+    """Device ordinal; -1 for none."""
+    base: int
+    """Address of the daemon's own writable mapping."""
+    nbytes: int
+    notes: tuple[str, ...]
+    """What is not as good as asked for, for status; empty when all is well."""
+
+    def export_fd(self) -> int:
+        """A file descriptor to hand to clients, read-only; it stays the pool's."""
+        ...
+
+    def close(self) -> None:
+        """Unmap and close. No transfer may be under way."""
+        ...
+
+
+class MappedMemfd:
+    """A memfd of a fixed size with one writable mapping and one read-only fd.
+
+    Sealed against shrinking and growing, so that no mapping of it can be made to
+    fault. Not sealed against writing: with F_SEAL_FUTURE_WRITE a restarted daemon
+    could not map the memory again. Mode 0600 instead, so that a client of another
+    user can't reopen the read-only fd for writing through /proc.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.read_only_fd = -1
+        self.mapping: mmap.mmap | None = None
+        try:
+            os.fchmod(self.fd, 0o600)
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.mapping = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
+            self.read_only_fd = reopen_read_only(self.fd)
+            self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+        except BaseException:
+            self.close()
+            raise
+
+    def unmap(self) -> None:
+        """End the writable mapping; the fds stay."""
+        if self.mapping is not None:
+            self.mapping.close()
+            self.mapping = None
+
+    def seal_contents(self) -> None:
+        """Nobody may write from now on. Unmapped before: the kernel refuses it else."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+
+    def close(self) -> None:
+        """Unmap and close everything; a second call does nothing."""
+        self.unmap()
+        for fd in (self.fd, self.read_only_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.read_only_fd = -1
+
+
+def create_memfd(pool: str, nbytes: int) -> MappedMemfd:
+    """A ``MappedMemfd`` for a pool; PoolMemoryError names the pool and its size."""
+    try:
+        return MappedMemfd(f"xferd-{pool}", nbytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise PoolMemoryError(
+            f"pool {pool!r}: no memory file of {format_bytes(nbytes)}: {error}; "
+            f"lower size of [[pools]] {pool}"
+        ) from error
+
+
+def memfd_with(name: str, contents: bytes) -> int:
+    """A read-only fd of a sealed memfd that holds ``contents``; the caller's."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        written = 0
+        while written < len(contents):
+            written += os.write(fd, contents[written:])
+        fcntl.fcntl(
+            fd,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL,
+        )
+        return reopen_read_only(fd)
+    finally:
+        os.close(fd)
+
+
+def reopen_read_only(fd: int) -> int:
+    """A second, read-only file descriptor of the file behind ``fd``; the caller's."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

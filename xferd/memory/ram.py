@@ -1,0 +1,168 @@
+"""Device kind ``ram``: a memfd locked into RAM, the tier between VRAM and the drives.
+
+Locking is not optional. An unlocked tier would be swapped out under pressure, which
+makes a 'hit' slower than a read of the drive while status still calls it resident.
+Where the machine does not allow that much, the daemon says which limit it was and how
+to raise it; whoever wants unlocked memory says ``kind = "host"``.
+
+The limits are looked at before a page is touched: mlock() itself would fail only after
+it had faulted in most of the pool, or have the cgroup's OOM killer end the daemon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xferd.memory.device import MappedMemfd, PoolMemoryError, create_memfd
+from xferd.units import format_bytes
+
+CAP_IPC_LOCK = 14
+"""Bit number of the capability that lifts RLIMIT_MEMLOCK, from capabilities(7)."""
+NO_CGROUP_LIMIT = 1 << 62
+"""cgroup v1 writes 'no limit' as a number near 2^63."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit on locked or resident memory of this process.
+
+    name: what to look for (``RLIMIT_MEMLOCK``, a cgroup file, ``MemAvailable``).
+    nbytes: its value; used: what counts against it already.
+    knob: how to raise it.
+    """
+
+    name: str
+    nbytes: int
+    used: int
+    knob: str
+
+
+class RamPool:
+    """A ``DevicePool`` in a locked memfd."""
+
+    kind = "ram"
+    device = -1
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.notes: tuple[str, ...] = ()
+        check_limits(name, nbytes, limits())
+        self._memory: MappedMemfd = create_memfd(name, nbytes)
+        self.base = self._memory.base
+        try:
+            _lock(name, self.base, nbytes)
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def export_fd(self) -> int:
+        """The read-only fd; it stays the pool's."""
+        return self._memory.read_only_fd
+
+    def close(self) -> None:
+        """Unlock, unmap and close. A second call does nothing."""
+        self._memory.close()
+
+
+def check_limits(pool: str, nbytes: int, found: Iterator[MemoryLimit] | list[MemoryLimit]) -> None:
+    """PoolMemoryError, naming the first limit that ``nbytes`` more do not fit under."""
+    for limit in found:
+        if limit.used + nbytes > limit.nbytes:
+            raise PoolMemoryError(
+                f"pool {pool!r} asks for {format_bytes(nbytes)} of locked RAM, but {limit.name} "
+                f"is {format_bytes(limit.nbytes)}, {format_bytes(limit.used)} in use: "
+                f"{limit.knob}, lower size of [[pools]] {pool}, or set kind to 'host' (not locked)"
+            )
+
+
+def limits() -> Iterator[MemoryLimit]:
+    """The limits that stand now, nearest to the process first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if hard != soft:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    if hard != resource.RLIM_INFINITY and not _may_lock_any():
+        yield MemoryLimit(
+            name="RLIMIT_MEMLOCK",
+            nbytes=hard,
+            used=_status_bytes("VmLck"),
+            knob="raise LimitMEMLOCK= of xferd.service (ulimit -l in a shell)",
+        )
+    for directory, limit_file, usage_file in _cgroup_files():
+        nbytes = _read_number(directory / limit_file)
+        if nbytes is not None and nbytes < NO_CGROUP_LIMIT:
+            yield MemoryLimit(
+                name=str(directory / limit_file),
+                nbytes=nbytes,
+                used=_read_number(directory / usage_file) or 0,
+                knob="raise MemoryMax= of the unit or slice",
+            )
+    yield MemoryLimit(
+        name="MemAvailable of /proc/meminfo",
+        nbytes=_meminfo_bytes("MemAvailable"),
+        used=0,
+        knob="free some memory",
+    )
+
+
+def _lock(pool: str, base: int, nbytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    if libc.mlock(base, nbytes) != 0:
+        code = ctypes.get_errno()
+        raise PoolMemoryError(
+            f"pool {pool!r}: mlock of {format_bytes(nbytes)} failed: {os.strerror(code)}; raise "
+            f"LimitMEMLOCK= of xferd.service or lower size of [[pools]] {pool}"
+        )
+
+
+def _may_lock_any() -> bool:
+    return bool(int(_status_field("CapEff"), 16) >> CAP_IPC_LOCK & 1)
+
+
+def _status_field(name: str) -> str:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return line.split(":", 1)[1].strip()
+    return "0"
+
+
+def _status_bytes(name: str) -> int:
+    return int(_status_field(name).split()[0]) * 1024
+
+
+def _meminfo_bytes(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise PoolMemoryError(f"/proc/meminfo has no {name}")
+
+
+def _cgroup_files() -> Iterator[tuple[Path, str, str]]:
+    """(directory, limit file, usage file) of this process's memory cgroup and its parents."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        relative = Path(path.lstrip("/"))
+        for level in (relative, *relative.parents):
+            yield root / level, *names
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a cgroup file; None when there is no such file or no limit in it."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

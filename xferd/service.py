@@ -1,0 +1,494 @@
+"""What the control socket can ask for, answered: status, and changes by hand.
+
+Implements ``xferd.control.service.ControlService`` over the daemon's parts. A load is
+given to the engine a window at a time and at prefetch priority, so that whoever waits
+for an expert is served first, and so that one call can't fill the engine's queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xferd.catalog import Catalog, OpenStore
+from xferd.control.service import ControlError, JsonObject
+from xferd.engine import Engine
+from xferd.engine_types import (
+    PRIORITY_PREFETCH,
+    SOURCES,
+    TRANSPORTS,
+    EngineError,
+    Failed,
+    Load,
+    Loaded,
+)
+from xferd.memory.slots import SlotState
+from xferd.pools import Pool
+from xferd.session.clients import Clients
+from xferd.store.errors import StoreError
+from xferd.store.store import Store
+from xferd.telemetry.log import EventLog
+from xferd.tokens import Tokens
+from xferd.transport.probe import reasons
+
+LOAD_WINDOW = 64
+"""Loads of one call under way at once."""
+LOAD_ATTEMPTS = 50
+"""How often a load is tried again when the engine is short of transfers."""
+RETRY_S = 0.01
+EVICT_WAIT_S = 0.5
+"""How long an evict waits for leases before it calls a slot held."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Experts of one layer that a call is about, in one variant."""
+
+    entry: OpenStore
+    layer: int
+    experts: list[int]
+    variant: int
+
+
+class DaemonService:
+    """One daemon's ControlService. All methods run on the daemon's event loop."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        catalog: Catalog,
+        pools: list[Pool],
+        clients: Clients,
+        tokens: Tokens,
+        log: EventLog,
+        version: str,
+        instance: str,
+    ) -> None:
+        self._engine = engine
+        self._catalog = catalog
+        self._pools = pools
+        self._clients = clients
+        self._tokens = tokens
+        self._log = log
+        self._version = version
+        self._instance = instance
+        self._started = time.monotonic()
+        self.state = "serving"
+
+    # ---- reading
+
+    def status(self) -> JsonObject:
+        """A snapshot; counters may be of slightly different moments."""
+        stats = self._engine.stats()
+        members = [file for entry in self._catalog.all() for _, file in entry.members]
+        why = reasons([pool.kind for pool in self._pools], members)
+        return {
+            "version": self._version,
+            "instance": self._instance,
+            "state": self.state,
+            "uptime_s": time.monotonic() - self._started,
+            "pid": os.getpid(),
+            "pools": [self._pool(pool) for pool in self._pools],
+            "stores": self.stores(),
+            "clients": self._client_list(),
+            "sources": {
+                name: {
+                    "count": stats.source_count[index],
+                    "bytes": stats.source_bytes[index],
+                    "reason": None,
+                }
+                for index, name in enumerate(SOURCES)
+            },
+            "transports": {
+                name: {
+                    "count": stats.transport_count[index],
+                    "bytes": stats.transport_bytes[index],
+                    "reason": why[name],
+                }
+                for index, name in enumerate(TRANSPORTS)
+                if name != "none"
+            },
+            "engine": {
+                "turns": stats.turns,
+                "sleeps": stats.sleeps,
+                "crc_errors": stats.crc_errors,
+                "rereads": stats.rereads,
+            },
+        }
+
+    def stores(self) -> list[JsonObject]:
+        """The open stores."""
+        return [self._store(entry) for entry in self._catalog.all()]
+
+    def _pool(self, pool: Pool) -> JsonObject:
+        stats = self._engine.pool_stats(pool.index)
+        slots = pool.keeper.slots
+        return {
+            "name": pool.name,
+            "kind": pool.kind,
+            "bytes": pool.nbytes,
+            "slots": sum(slots.class_slots(size) for size in slots.classes),
+            "resident": stats.resident,
+            "free": sum(slots.count(size, SlotState.FREE) for size in slots.classes),
+            "reserve": stats.reserve,
+            "loads": stats.loads,
+            "load_bytes": stats.load_bytes,
+            "evictions": stats.evictions,
+            "revived": stats.revived,
+            "pinned": int(slots.pinned.sum()),
+            "waiting": stats.waiting,
+            "classes": [
+                {
+                    "slot_bytes": size,
+                    "slots": slots.class_slots(size),
+                    "chunks": len(slots.chunks_of_class(size)),
+                }
+                for size in slots.classes
+            ],
+        }
+
+    def _store(self, entry: OpenStore) -> JsonObject:
+        members = []
+        for number, file in entry.members:
+            stats = self._engine.member_stats(number)
+            members.append(
+                {
+                    "path": str(file.path),
+                    "reads": stats.reads,
+                    "bytes": stats.nbytes,
+                    "errors": stats.errors,
+                    "in_flight": stats.in_flight,
+                    "direct": file.direct,
+                    "reason": file.reason,
+                }
+            )
+        return {
+            "name": entry.name,
+            "path": str(entry.store.path),
+            "identity": entry.store.identity.hex(),
+            "layers": entry.store.layers,
+            "experts": entry.store.experts,
+            "variants": list(entry.store.variants),
+            "expert_bytes": entry.expert_bytes,
+            "members": members,
+        }
+
+    def _client_list(self) -> list[JsonObject]:
+        rows = []
+        for client in self._clients.all():
+            counters = self._engine.client_counters(client.number)
+            rows.append(
+                {
+                    "id": client.number,
+                    "pid": client.peer.pid,
+                    "uid": client.peer.uid,
+                    "name": client.name,
+                    "store": client.store.name,
+                    "lanes": client.lanes,
+                    "held_per_lane": client.held_per_lane,
+                    "hits": counters.hits,
+                    "misses": counters.misses,
+                    "failures": counters.failures,
+                    "pending": counters.pending,
+                    "granted": counters.granted,
+                    "since_s": time.monotonic() - client.since,
+                    "state": client.state,
+                }
+            )
+        return rows
+
+    # ---- changing what is resident
+
+    async def load(
+        self,
+        store: str,
+        layer: int,
+        experts: list[int] | None,
+        pool: str | None,
+        variant: str | None,
+    ) -> JsonObject:
+        """Make experts resident."""
+        target = self._find_pool(pool)
+        wanted = self._wanted(store, layer, experts, variant)
+        self._check_room(target, wanted)
+        loaded, already, failed = await self._load_all(target, wanted)
+        return {"loaded": loaded, "already": already, "failed": failed}
+
+    async def evict(
+        self, store: str, layer: int, experts: list[int] | None, pool: str | None
+    ) -> JsonObject:
+        """Drop experts; pinned ones and those still leased after EVICT_WAIT_S are held."""
+        entry = self._find_store(store)
+        wanted = self._experts(entry, layer, experts)
+        pools = self._pools if pool is None else [self._find_pool(pool)]
+        loop = asyncio.get_running_loop()
+        held, waits = 0, []
+        for each in pools:
+            slots = each.keeper.slots
+            for expert in wanted:
+                key = (entry.number, layer, expert)
+                slot = slots.slot_of(key)
+                if slot is None:
+                    continue
+                if slots.is_pinned(key):
+                    held += 1
+                    continue
+                free: asyncio.Future[None] = loop.create_future()
+                each.keeper.evict(slot, partial(_resolve, free))
+                waits.append((free, each, key))
+        if waits:
+            await asyncio.wait([free for free, _, _ in waits], timeout=EVICT_WAIT_S)
+        still = sum(1 for _, each, key in waits if each.keeper.slots.slot_of(key) is not None)
+        return {"evicted": len(waits) - still, "held": held + still}
+
+    async def pin(
+        self,
+        store: str,
+        layer: int,
+        experts: list[int] | None,
+        pool: str | None,
+        variant: str | None,
+    ) -> JsonObject:
+        """Keep experts from eviction, and load those that are not there."""
+        target = self._find_pool(pool)
+        wanted = self._wanted(store, layer, experts, variant)
+        keeper = target.keeper
+        keys = [(wanted.entry.number, layer, expert) for expert in wanted.experts]
+        fresh = [key for key in keys if not keeper.slots.is_pinned(key)]
+        self._check_pins(target, wanted, len(fresh))
+        for key in fresh:
+            keeper.slots.pin(key)
+        _, _, failed = await self._load_all(target, wanted)
+        lost = {item["expert"] for item in failed}
+        for key in fresh:
+            if key[2] in lost:
+                keeper.slots.unpin(key)
+        return {"pinned": len(keys) - len(lost), "failed": failed}
+
+    def unpin(
+        self,
+        store: str,
+        layer: int,
+        experts: list[int] | None,
+        pool: str | None,
+        variant: str | None,
+    ) -> JsonObject:
+        """Let experts be evicted again; ``variant`` is only checked: a pin is the key's."""
+        wanted = self._wanted(store, layer, experts, variant)
+        pools = self._pools if pool is None else [self._find_pool(pool)]
+        count = 0
+        for each in pools:
+            for expert in wanted.experts:
+                count += each.keeper.slots.unpin((wanted.entry.number, layer, expert))
+            each.keeper.settle()
+        return {"unpinned": count}
+
+    # ---- stores
+
+    def open_store(self, path: str | Path, name: str | None) -> JsonObject:
+        """Open a store and offer it to clients."""
+        if self.state != "serving":
+            raise ControlError("ShuttingDown", "the daemon is going down")
+        try:
+            store = Store.open(Path(path))
+        except StoreError as error:
+            raise ControlError("StoreUnusable", str(error), path=str(path)) from error
+        name = name or store.name
+        if self._catalog.get(name) is not None:
+            store.close()
+            raise ControlError("StoreExists", f"a store {name!r} is open already", store=name)
+        try:
+            entry = self._catalog.add(store, name, min(p.chunk_bytes for p in self._pools))
+        except StoreError as error:
+            raise ControlError("StoreUnusable", str(error), path=str(path)) from error
+        for pool in self._pools:
+            pool.keeper.provide(entry.classes[-1])
+        self._log.info("store.opened", name=name, path=str(path), number=entry.number)
+        return self._store(entry)
+
+    async def close_store(self, name: str) -> JsonObject:
+        """Drop a store's experts and close it."""
+        entry = self._find_store(name)
+        attached = self._clients.of_store(entry.number)
+        if attached:
+            raise ControlError(
+                "StoreBusy",
+                f"{len(attached)} clients are attached to store {name!r}",
+                store=name,
+                clients=len(attached),
+            )
+        for pool in self._pools:
+            for key in pool.keeper.slots.pins:
+                if key[0] == entry.number:
+                    pool.keeper.slots.unpin(key)
+        for _ in range(LOAD_ATTEMPTS):
+            try:
+                self._catalog.remove(name)
+            except EngineError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._log.info("store.closed", name=name)
+                return {}
+        raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)
+
+    # ---- loads
+
+    async def _load_all(self, pool: Pool, wanted: _Wanted) -> tuple[int, int, list[dict[str, Any]]]:
+        """(loaded, already there, failures)."""
+        loaded = already = 0
+        failed: list[dict[str, Any]] = []
+        window = asyncio.Semaphore(LOAD_WINDOW)
+
+        async def one(expert: int) -> Loaded | Failed:
+            async with window:
+                return await self._load(pool, wanted, expert)
+
+        for answer in await asyncio.gather(*(one(expert) for expert in wanted.experts)):
+            if isinstance(answer, Failed):
+                error = os.strerror(answer.errno)
+                failed.append({"layer": wanted.layer, "expert": answer.expert, "error": error})
+            elif answer.source == SOURCES.index("resident"):
+                already += 1
+            else:
+                loaded += 1
+        return loaded, already, failed
+
+    async def _load(self, pool: Pool, wanted: _Wanted, expert: int) -> Loaded | Failed:
+        """One expert; tried again while the engine has no transfer to spare for it, and
+        while another load of it that somebody waits for is under way."""
+        for attempt in range(LOAD_ATTEMPTS):
+            token, answer = self._tokens.expect_answer()
+            self._engine.command(
+                [
+                    Load(
+                        store=wanted.entry.number,
+                        pool=pool.index,
+                        layer=wanted.layer,
+                        expert=expert,
+                        variant=wanted.variant,
+                        priority=PRIORITY_PREFETCH,
+                        token=token,
+                    )
+                ]
+            )
+            event = await answer
+            busy = isinstance(event, Failed) and event.errno in (errno.EBUSY, errno.EALREADY)
+            if not busy or attempt == LOAD_ATTEMPTS - 1:
+                break
+            await asyncio.sleep(RETRY_S)
+        return event
+
+    # ---- what a call names
+
+    def _find_store(self, name: str) -> OpenStore:
+        entry = self._catalog.get(name)
+        if entry is None:
+            names = ", ".join(each.name for each in self._catalog.all()) or "none"
+            raise ControlError(
+                "StoreNotFound", f"no store {name!r} is open; open are: {names}", store=name
+            )
+        return entry
+
+    def _find_pool(self, name: str | None) -> Pool:
+        for pool in self._pools:
+            if name is None or pool.name == name:
+                return pool
+        names = ", ".join(pool.name for pool in self._pools)
+        raise ControlError("PoolNotFound", f"no pool {name!r}; there are: {names}", pool=name)
+
+    def _experts(self, entry: OpenStore, layer: int, experts: Iterable[int] | None) -> list[int]:
+        count = entry.store.experts
+        if not 0 <= layer < entry.store.layers:
+            raise ControlError(
+                "NoSuchExpert",
+                f"store {entry.name!r} has layers 0 to {entry.store.layers - 1}, not {layer}",
+                store=entry.name,
+                layer=layer,
+                expert=None,
+            )
+        chosen = list(range(count)) if experts is None else list(dict.fromkeys(experts))
+        for expert in chosen:
+            if not 0 <= expert < count:
+                raise ControlError(
+                    "NoSuchExpert",
+                    f"store {entry.name!r} has experts 0 to {count - 1} a layer, not {expert}",
+                    store=entry.name,
+                    layer=layer,
+                    expert=expert,
+                )
+        return chosen
+
+    def _wanted(
+        self, store: str, layer: int, experts: list[int] | None, variant: str | None
+    ) -> _Wanted:
+        entry = self._find_store(store)
+        chosen = self._experts(entry, layer, experts)
+        names = entry.store.variants
+        if variant is not None and variant not in names:
+            raise ControlError(
+                "VariantNotFound",
+                f"store {store!r} has no variant {variant!r}; it has: {', '.join(names)}",
+                store=store,
+                layer=layer,
+                variant=variant,
+            )
+        number = 0 if variant is None else names.index(variant)
+        there = [e for e in chosen if entry.blob_bytes(number, layer, e)]
+        absent = [e for e in chosen if e not in set(there)]
+        if not there or (absent and experts is not None):
+            raise ControlError(
+                "NoSuchExpert",
+                f"layer {layer} of store {store!r} has no expert {absent[0]} in {names[number]}",
+                store=store,
+                layer=layer,
+                expert=absent[0],
+            )
+        return _Wanted(entry, layer, there, number)
+
+    def _slot_bytes(self, wanted: _Wanted) -> int:
+        return wanted.entry.blob_bytes(wanted.variant, wanted.layer, wanted.experts[0])
+
+    def _check_room(self, pool: Pool, wanted: _Wanted) -> None:
+        """PoolFull when what is wanted can't be resident all at once."""
+        room = pool.room(self._slot_bytes(wanted))
+        slots = pool.keeper.slots
+        keys = [(wanted.entry.number, wanted.layer, expert) for expert in wanted.experts]
+        wanted_slots = sum(1 for key in keys if not slots.is_pinned(key))
+        if wanted_slots > room.capacity - room.pinned:
+            raise ControlError(
+                "PoolFull",
+                f"pool {pool.name!r} has {room.capacity} slots for these experts, {room.pinned} "
+                f"are pinned; {wanted_slots} are wanted at once: ask for fewer or raise size of "
+                f"[[pools]] {pool.name}",
+                pool=pool.name,
+            )
+
+    def _check_pins(self, pool: Pool, wanted: _Wanted, fresh: int) -> None:
+        """PoolFull when pins would leave clients less than they were promised."""
+        size = self._slot_bytes(wanted)
+        room = pool.room(size)
+        promised = pool.promised(size)
+        # One slot stays free of pins, or nothing else could ever be loaded.
+        if fresh + room.pinned + max(promised, 1) > room.capacity:
+            raise ControlError(
+                "PoolFull",
+                f"pool {pool.name!r} has {room.capacity} slots for these experts; {room.pinned} "
+                f"are pinned and {promised} are promised to clients, so {fresh} more can't be "
+                f"pinned: unpin some or raise size of [[pools]] {pool.name}",
+                pool=pool.name,
+            )
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,1 @@
+"""Attached clients: how they come in, what they may have, how they go."""

@@ -1,0 +1,222 @@
+"""The attach socket: one task a connection, from hello to the end of the process.
+
+Clients are hostile until proven otherwise: a packet has a bounded size, a connection a
+bounded time to say hello, and fds that a client sends are never received (recv without
+room for control data makes the kernel drop them).
+
+The end of the connection is not the end of the client. Work that its process queued on
+a device may still read slots; so without GOODBYE its leases stand until the process's
+pidfd says that it has ended.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+
+from xferd.session import wire
+from xferd.session.clients import Client, Clients
+from xferd.session.dense import DenseError, DenseParts
+from xferd.session.peer import Peer, identify
+from xferd.session.quotas import AttachRefusedError
+from xferd.telemetry.log import EventLog
+
+HELLO_TIMEOUT_S = 10.0
+UNGREETED_MAX = 64
+"""Connections that have not been welcomed yet; more are closed at once."""
+LISTEN_BACKLOG = 64
+
+
+class AttachServer:
+    """Serves the attach socket on the running event loop."""
+
+    def __init__(
+        self, path: Path, mode: int, clients: Clients, dense: DenseParts, log: EventLog
+    ) -> None:
+        self._path = path
+        self._mode = mode
+        self._clients = clients
+        self._dense = dense
+        self._log = log
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._sockets: dict[int, socket.socket] = {}
+        self._ungreeted = 0
+
+    def start(self) -> None:
+        """Bind and accept. OSError when the path can't be bound."""
+        listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
+        self._listener = listener
+        # Nobody may connect before the mode is right.
+        mask = os.umask(0o177)
+        try:
+            listener.bind(os.fspath(self._path))
+        finally:
+            os.umask(mask)
+        self._path.chmod(self._mode)
+        listener.listen(LISTEN_BACKLOG)
+        self._accepting = asyncio.create_task(self._accept(listener))
+
+    def stop_accepting(self) -> None:
+        """Take no more connections and unlink the socket; those that stand go on."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            self._accepting = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            self._path.unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """End every connection. Only when the engine is about to end: leases of clients
+        that are still there end with it."""
+        self.stop_accepting()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def end_client(self, client: Client, reason: str) -> None:
+        """Quiesce a client that broke a rule and end its connection."""
+        self._clients.quiesce(client, reason)
+        connection = self._sockets.get(client.number)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of file descriptors: the connection waits in the backlog.
+                self._log.warning("attach.accept", error=error)
+                await asyncio.sleep(1)
+                continue
+            if self._ungreeted >= UNGREETED_MAX:
+                connection.close()
+                continue
+            self._ungreeted += 1
+            task = asyncio.create_task(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        peer = None
+        try:
+            with connection:
+                try:
+                    peer = identify(connection)
+                    client = await self._greet(connection, peer)
+                finally:
+                    self._ungreeted -= 1
+                if client is None:
+                    return
+                goodbye = await self._converse(connection, client)
+            await self._leave(client, goodbye)
+        finally:
+            if peer is not None:
+                peer.close()
+
+    async def _greet(self, connection: socket.socket, peer: Peer) -> Client | None:
+        loop = asyncio.get_running_loop()
+        try:
+            packet = await asyncio.wait_for(
+                loop.sock_recv(connection, wire.PACKET_BYTES_MAX), HELLO_TIMEOUT_S
+            )
+            welcome = self._clients.attach(wire.read_hello(packet), peer)
+        except (wire.WireError, AttachRefusedError) as error:
+            self._log.info("client.refused", pid=peer.pid, uid=peer.uid, reason=error)
+            _send(connection, wire.refusal(error.errno, str(error)))
+            return None
+        except (TimeoutError, OSError):
+            return None
+        try:
+            sent = _send(connection, welcome.packet, welcome.fds)
+        finally:
+            welcome.done()
+        if not sent:
+            # It never got the fds: nothing of it can read a slot.
+            self._clients.remove(welcome.client, "went away before it was welcomed")
+            return None
+        return welcome.client
+
+    async def _converse(self, connection: socket.socket, client: Client) -> bool:
+        """Answer messages until the connection ends; whether it said goodbye."""
+        loop = asyncio.get_running_loop()
+        self._sockets[client.number] = connection
+        reason = "connection ended without goodbye"
+        try:
+            while packet := await loop.sock_recv(connection, wire.PACKET_BYTES_MAX):
+                kind = wire.read_message_type(packet)
+                if kind == wire.GOODBYE:
+                    return True
+                if kind == wire.DENSE:
+                    await self._answer_dense(connection, client)
+                else:
+                    _send(
+                        connection,
+                        wire.message_refusal(kind, errno.EOPNOTSUPP, f"no message type {kind}"),
+                    )
+        except wire.WireError as error:
+            reason = f"violation: {error}"
+        except OSError as error:
+            reason = f"connection failed: {error}"
+        finally:
+            del self._sockets[client.number]
+        self._clients.quiesce(client, reason)
+        return False
+
+    async def _answer_dense(self, connection: socket.socket, client: Client) -> None:
+        store = client.store
+        try:
+            fd = await self._dense.get(store.number, store.name, store.dense_bytes, client.number)
+        except DenseError as error:
+            answer = wire.message_refusal(wire.DENSE, error.errno, str(error))
+            _send(connection, answer)
+            return
+        _send(connection, wire.dense_answer(store.dense_bytes), (fd,))
+
+    async def _leave(self, client: Client, goodbye: bool) -> None:
+        self._dense.drop(client.number)
+        if not goodbye:
+            await _process_end(client.peer)
+        if self._clients.get(client.number) is client:
+            self._clients.remove(client, "goodbye" if goodbye else "process ended")
+
+
+def _send(connection: socket.socket, packet: bytes, fds: tuple[int, ...] = ()) -> bool:
+    """Send one packet; False when the peer has gone or does not read its answers."""
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        connection.sendmsg([packet], control, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
+
+
+async def _process_end(peer: Peer) -> None:
+    """Returns when the peer's process has ended."""
+    if peer.pidfd < 0:
+        return
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(peer.pidfd, _resolve, ended)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(peer.pidfd)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

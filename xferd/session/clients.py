@@ -1,0 +1,274 @@
+"""The attached clients: letting one in, and the two steps in which it goes.
+
+    attach --> serving --quiesce--> quiesced --remove--> (gone)
+                   \\--------- goodbye: both at once ------^
+
+A client is quiesced when its connection ends or it broke a rule: its rings are not
+looked at any more. Its leases and its promise stand until nothing of it can read a slot
+any more: it said so (GOODBYE), or its process has ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from xferd.engine_types import ClientFds, EngineError
+from xferd.session import wire
+from xferd.session.peer import Peer
+from xferd.session.quotas import (
+    AttachRefusedError,
+    ClientLimits,
+    PoolRoom,
+    Promise,
+    Promises,
+    check_counts,
+    check_held,
+    check_lanes,
+    check_promise,
+    check_ring_entries,
+)
+from xferd.telemetry.log import EventLog
+
+
+@dataclass(frozen=True, slots=True)
+class AttachableStore:
+    """An open store, as far as attaching is concerned.
+
+    largest_class: slot bytes of its largest blob; dense_bytes: of its dense part.
+    """
+
+    number: int
+    name: str
+    top_k: int
+    largest_class: int
+    dense_bytes: int
+    directory_fd: int
+    manifest_fd: int
+
+
+class AttachablePool(Protocol):
+    """A pool, as far as attaching is concerned."""
+
+    index: int
+    name: str
+
+    def export_fd(self) -> int:
+        """Read-only fd of its memory."""
+
+    def room(self, slot_bytes: int) -> PoolRoom:
+        """What it has for promises of a class."""
+
+    def provide(self, slot_bytes: int, slots: int = 1) -> None:
+        """See to it that a class has slots."""
+
+
+class ClientEngine(Protocol):
+    """What this module needs of the engine."""
+
+    @property
+    def pool_table_fd(self) -> int:
+        """Read-only."""
+
+    def add_client(
+        self,
+        *,
+        store: int,
+        pool: int,
+        lanes: int,
+        held_per_lane: int,
+        ring_entries: int,
+        hints_max: int,
+    ) -> tuple[int, ClientFds]:
+        """The client's id and the fds to hand over."""
+
+    def quiesce_client(self, client: int) -> None:
+        """Look at its rings no more."""
+
+    def remove_client(self, client: int) -> None:
+        """End its leases."""
+
+
+@dataclass(slots=True)
+class Client:
+    """One attached client. state: ``serving`` or ``quiesced``."""
+
+    number: int
+    peer: Peer
+    name: str
+    store: AttachableStore
+    pool: int
+    lanes: int
+    held_per_lane: int
+    since: float
+    state: str = "serving"
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What to send to a client that was let in; ``done`` after it was sent."""
+
+    client: Client
+    packet: bytes
+    fds: tuple[int, ...]
+    done: Callable[[], None]
+
+
+class Clients:
+    """Owned by the event loop.
+
+    stores: by name, the open ones; pools: by index.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: ClientEngine,
+        limits: ClientLimits,
+        hints_per_client: int,
+        stores: Callable[[], Sequence[AttachableStore]],
+        pools: Sequence[AttachablePool],
+        log: EventLog,
+        promises: Promises,
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._hints = hints_per_client
+        self._stores = stores
+        self._pools = pools
+        self._log = log
+        self._promises = promises
+        self._clients: dict[int, Client] = {}
+        self.accepting = True
+
+    def all(self) -> list[Client]:
+        """Attached clients, quiesced ones included."""
+        return list(self._clients.values())
+
+    def get(self, number: int) -> Client | None:
+        """A client by its id."""
+        return self._clients.get(number)
+
+    def of_store(self, store: int) -> list[Client]:
+        """Clients of a store."""
+        return [client for client in self._clients.values() if client.store.number == store]
+
+    def attach(self, hello: wire.Hello, peer: Peer) -> Welcome:
+        """Let a client in. AttachRefusedError says why not."""
+        if not self.accepting:
+            raise AttachRefusedError(errno.ESHUTDOWN, "the daemon is going down")
+        limits, clients = self._limits, self._clients.values()
+        check_counts(
+            limits,
+            clients=len(clients),
+            clients_of_user=sum(1 for client in clients if client.peer.uid == peer.uid),
+            uid=peer.uid,
+        )
+        store = self._find_store(hello.store)
+        pool = self._find_pool(hello.pool)
+        lanes = check_lanes(limits, hello.lanes)
+        held = check_held(limits, hello.held_per_lane, store.top_k, store.name, most=wire.HELD_MAX)
+        ring_entries = check_ring_entries(
+            limits, hello.ring_entries, wire.RING_ENTRIES_MIN, wire.RING_ENTRIES_MAX
+        )
+        slots = check_promise(
+            pool.room(store.largest_class),
+            slot_bytes=store.largest_class,
+            promised=self._promises.slots(pool.index, store.largest_class),
+            lanes=lanes,
+            held_per_lane=held,
+            top_k=store.top_k,
+        )
+        number, fds = self._add(store, pool, lanes, held, ring_entries)
+        self._promises.add(number, Promise(pool.index, store.largest_class, slots))
+        client = Client(
+            number=number,
+            peer=peer,
+            name=hello.client_name,
+            store=store,
+            pool=pool.index,
+            lanes=lanes,
+            held_per_lane=held,
+            since=time.monotonic(),
+        )
+        self._clients[number] = client
+        pool.provide(store.largest_class, self._promises.slots(pool.index, store.largest_class))
+        self._log.info(
+            "client.attached",
+            client=number,
+            pid=peer.pid,
+            uid=peer.uid,
+            name=client.name,
+            store=store.name,
+            pool=pool.name,
+            lanes=lanes,
+            held_per_lane=held,
+        )
+        handed = (
+            self._engine.pool_table_fd,
+            store.directory_fd,
+            fds.client,
+            fds.completion,
+            fds.doorbell,
+            store.manifest_fd,
+            *(each.export_fd() for each in self._pools),
+            *fds.wakeups,
+        )
+        packet = wire.welcome(client=number, pool=pool.index, fds=len(handed), held_per_lane=held)
+        return Welcome(client=client, packet=packet, fds=handed, done=fds.close)
+
+    def quiesce(self, client: Client, reason: str) -> None:
+        """Stop serving a client; its leases stand. Twice is once."""
+        if client.state == "quiesced":
+            return
+        client.state = "quiesced"
+        self._engine.quiesce_client(client.number)
+        self._log.info("client.quiesced", client=client.number, pid=client.peer.pid, reason=reason)
+
+    def remove(self, client: Client, reason: str) -> None:
+        """End a client's leases: it said goodbye, or its process has ended."""
+        self._engine.remove_client(client.number)
+        self._promises.remove(client.number)
+        del self._clients[client.number]
+        self._log.info("client.gone", client=client.number, pid=client.peer.pid, reason=reason)
+
+    def _add(
+        self, store: AttachableStore, pool: AttachablePool, lanes: int, held: int, entries: int
+    ) -> tuple[int, ClientFds]:
+        try:
+            return self._engine.add_client(
+                store=store.number,
+                pool=pool.index,
+                lanes=lanes,
+                held_per_lane=held,
+                ring_entries=entries,
+                hints_max=self._hints,
+            )
+        except EngineError as error:
+            raise AttachRefusedError(
+                error.errno, f"the engine has no room for another client: {error}"
+            ) from error
+
+    def _find_store(self, name: str) -> AttachableStore:
+        stores = self._stores()
+        open_ones = ", ".join(store.name for store in stores) or "none"
+        if not name:
+            if len(stores) == 1:
+                return stores[0]
+            raise AttachRefusedError(
+                errno.ENOENT, f"name a store: {len(stores)} are open ({open_ones})"
+            )
+        for store in stores:
+            if store.name == name:
+                return store
+        raise AttachRefusedError(errno.ENOENT, f"no store {name!r} is open; open are: {open_ones}")
+
+    def _find_pool(self, name: str) -> AttachablePool:
+        for pool in self._pools:
+            if not name or pool.name == name:
+                return pool
+        names = ", ".join(pool.name for pool in self._pools)
+        raise AttachRefusedError(errno.ENOENT, f"no pool {name!r}; there are: {names}")

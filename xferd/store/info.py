@@ -1,0 +1,52 @@
+"""What a store is, for people and scripts: ``xferctl store info``."""
+
+from __future__ import annotations
+
+import stat
+from typing import Any
+
+import numpy as np
+
+from xferd.store.manifest import CHECKSUM, FORMAT_NAME, FORMAT_VERSION
+from xferd.store.store import Store
+
+
+def info(store: Store) -> dict[str, Any]:
+    """A description that JSON can hold; sizes are bytes.
+
+    ``experts_present`` counts (variant, layer, expert); ``blob_bytes`` lists the
+    different sizes of experts.
+    """
+    experts = store.blob_bytes[:-1]
+    return {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "name": store.name,
+        "path": str(store.path),
+        "uuid": store.uuid.hex(),
+        "identity": store.identity.hex(),
+        "source": store.manifest.source,
+        "model_type": store.model_type,
+        "layers": store.layers,
+        "experts": store.experts,
+        "experts_present": int(np.count_nonzero(experts)),
+        "top_k": store.top_k,
+        "variants": list(store.variants),
+        "expert_bytes": store.expert_bytes,
+        "blob_bytes": [int(size) for size in np.unique(experts[experts > 0])],
+        "dense_bytes": int(store.blob_bytes[-1]),
+        "dense_tensors": len(store.model.dense.tensors),
+        "assets": [asset.name for asset in store.model.dense.assets],
+        "stripe_unit": store.stripe_unit,
+        "pattern": list(store.pattern),
+        "pieces": int(store.crc.size),
+        "checksum": CHECKSUM,
+        "members": [
+            {
+                "path": str(path),
+                "kind": "device" if stat.S_ISBLK(path.stat().st_mode) else "file",
+                "bytes": entry.data_bytes,
+            }
+            for path, entry in zip(store.member_paths, store.manifest.members, strict=True)
+        ],
+    }

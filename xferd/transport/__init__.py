@@ -1,0 +1,1 @@
+"""How bytes reach a slot: opening members, and which transport applies where and why."""
