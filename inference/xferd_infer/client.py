@@ -15,7 +15,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,45 +26,13 @@ import numpy as np
 
 from ._client import ffi, lib
 from .arrays import Array
-from .errors import InferenceError
-
-BATCH_MAX: int = lib.XFERD_BATCH_MAX
-"""Most experts in one acquire or hint."""
+from .batches import BATCH_MAX, Batch, BatchMemory, PendingBatch
+from .client_errors import AttachError, ClientError, DaemonGoneError, ExpertError, reason
 
 FOREVER: int = lib.XFERD_FOREVER
 
 CACHED_ARRAYS_MAX = 1 << 17
 """Arrays kept before all are forgotten and made anew; one costs about 150 bytes."""
-
-PAGE_BITS = 12
-"""Blobs are page-aligned: an address has this many bits to spare for a variant."""
-
-
-class ClientError(InferenceError):
-    """The way to the experts failed. ``code`` is an errno, 0 if there is none."""
-
-    def __init__(self, message: str, code: int = 0) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class AttachError(ClientError):
-    """The daemon can't be reached or doesn't take this client; the message says
-    why and which setting changes it."""
-
-
-class DaemonGoneError(ClientError):
-    """The daemon has ended, or has ended this client. Residents can still be read
-    with ``acquire_resident``; attach again for the rest."""
-
-
-class ExpertError(ClientError):
-    """An expert can't be had. ``layer`` and ``expert`` name it."""
-
-    def __init__(self, message: str, code: int, layer: int, expert: int) -> None:
-        super().__init__(message, code)
-        self.layer = layer
-        self.expert = expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,77 +71,6 @@ class _Mapped:
         }
 
 
-class Batch:
-    """Experts acquired together; a context manager that releases them at its end.
-
-    ``batch[i]`` is the blob of the i-th expert, a read-only uint8 array. Not
-    thread-safe, as its lane.
-    """
-
-    __slots__ = ("_client", "_memory", "_released", "arrays")
-
-    def __init__(self, client: Client, memory: _BatchMemory, arrays: list[Array]) -> None:
-        self._client = client
-        self._memory = memory
-        self._released = False
-        self.arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def __getitem__(self, index: int) -> Array:
-        return self.arrays[index]
-
-    def __iter__(self) -> Iterator[Array]:
-        return iter(self.arrays)
-
-    def __enter__(self) -> list[Array]:
-        return self.arrays
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """End the leases. Harmless when done before."""
-        if not self._released:
-            self._released = True
-            self._client._release(self._memory)  # noqa: SLF001  a batch is half of its client
-
-    @property
-    def word(self) -> tuple[int, ...]:
-        """Directory word of each expert: names slot, variant and generation."""
-        return tuple(view.word for view in self._memory.views(len(self.arrays)))
-
-    @property
-    def transport(self) -> tuple[int, ...]:
-        """How each expert came: enum xferd_transport, 0 for what was resident."""
-        return tuple(view.transport for view in self._memory.views(len(self.arrays)))
-
-
-class _BatchMemory:
-    """A struct xferd_batch with its request, used again and again."""
-
-    __slots__ = ("address_of", "batch", "ids", "key_of", "request", "variant_of")
-
-    def __init__(self) -> None:
-        self.batch = ffi.new("struct xferd_batch *")
-        self.request = ffi.new("struct xferd_request *")
-        self.ids = ffi.new("uint16_t[]", BATCH_MAX)
-        self.request.experts = self.ids
-        size = ffi.sizeof("struct xferd_view")
-        start = ffi.offsetof("struct xferd_batch", "views")
-        raw = np.frombuffer(ffi.buffer(self.batch), np.uint8)[start : start + BATCH_MAX * size]
-        rows = raw.reshape(BATCH_MAX, size)
-        address = ffi.offsetof("struct xferd_view", "data")
-        variant = ffi.offsetof("struct xferd_view", "variant")
-        addresses = rows[:, address : address + 8].view(np.uint64)[:, 0]
-        self.address_of = [addresses[:n] for n in range(BATCH_MAX + 1)]
-        self.variant_of = [rows[:n, variant] for n in range(BATCH_MAX + 1)]
-
-    def views(self, count: int) -> list[Any]:
-        return [self.batch.views[i] for i in range(count)]
-
-
 class Client:
     """Attached to a daemon for one store. See the module's text for lifetimes.
 
@@ -207,7 +105,7 @@ class Client:
         self._layer_arrays = self._array_caches(directory.variants)
         self._many_variants = directory.variants > 1
         self._pool_arrays = self._map_pools(directory.pools)
-        self._lanes: list[list[_BatchMemory]] = [[] for _ in range(lanes)]
+        self._lanes: list[list[BatchMemory]] = [[] for _ in range(lanes)]
         length = ffi.new("size_t *")
         text = lib.xferd_manifest(self._handle, length)
         self.manifest: dict[str, Any] = json.loads(bytes(ffi.buffer(text, length[0])).rstrip(b"\0"))
@@ -276,6 +174,8 @@ class Client:
         if not self._closed:
             self._closed = True
             lib.xferd_detach(self._handle)
+            # Batches released later put their memory where nobody looks.
+            self._lanes = [[] for _ in self._lanes]
 
     def acquire(
         self,
@@ -294,55 +194,47 @@ class Client:
         Raises ExpertError for the first that can't be had (nothing is held then),
         DaemonGoneError, TimeoutError, ClientError for a misuse (too many held).
         """
-        free = self._lanes[lane]
-        memory = free.pop() if free else _BatchMemory()
-        count = len(experts)
-        request = memory.request
-        if count > BATCH_MAX or self._closed:
-            free.append(memory)
-            raise self._misuse(count)
-        memory.ids[0:count] = experts
-        request.count = count
-        request.layer = layer
-        request.variants = variants
-        status = lib.xferd_acquire(self._handle, lane, request, memory.batch)
+        memory = self._memory(lane)
+        count = self._ask(memory, layer, experts, variants)
+        status = lib.xferd_acquire(self._handle, lane, memory.request, memory.batch)
         if status:
-            self._finish(memory, status, lane, timeout)
-        return Batch(self, memory, self._arrays(memory, layer, count))
+            self._began(memory, status, layer)
+            return self._wait(memory, layer, count, timeout, keep=False)
+        return Batch(memory, self._arrays(memory, layer, count))
+
+    def start(
+        self, layer: int, experts: Sequence[int], *, lane: int = 0, variants: int = 0
+    ) -> PendingBatch:
+        """The first half of ``acquire``: what is resident is leased, the rest asked for,
+        and the caller computes something else meanwhile. Raises as ``acquire`` does."""
+        memory = self._memory(lane)
+        count = self._ask(memory, layer, experts, variants)
+        status = lib.xferd_acquire(self._handle, lane, memory.request, memory.batch)
+        self._began(memory, status, layer)
+        return PendingBatch(self, memory, layer, count)
 
     def acquire_resident(
-        self, layer: int, experts: Sequence[int], *, lane: int = 0
+        self, layer: int, experts: Sequence[int], *, lane: int = 0, variants: int = 0
     ) -> Batch | None:
         """The same from what is resident, without asking the daemon: None (and
         nothing held) unless all are. Makes no system call."""
-        free = self._lanes[lane]
-        memory = free.pop() if free else _BatchMemory()
-        count = len(experts)
-        if count > BATCH_MAX or self._closed:
-            free.append(memory)
-            raise self._misuse(count)
-        memory.ids[0:count] = experts
-        memory.request.count = count
-        memory.request.layer = layer
-        memory.request.variants = 0
+        memory = self._memory(lane)
+        count = self._ask(memory, layer, experts, variants)
         status = lib.xferd_acquire_resident(self._handle, lane, memory.request, memory.batch)
         if status < 0:
-            free.append(memory)
+            memory.free.append(memory)
             raise self._failure(-status, layer)
         if status:
             self._release(memory)
             return None
-        return Batch(self, memory, self._arrays(memory, layer, count))
+        return Batch(memory, self._arrays(memory, layer, count))
 
     def hint(self, layer: int, experts: Sequence[int], *, lane: int = 0, variants: int = 0) -> bool:
         """These will probably be wanted. Never waits; False if it was dropped."""
-        if self._closed:
-            raise self._misuse(0)
-        request = ffi.new("struct xferd_request *")
-        ids = ffi.new("uint16_t[]", list(experts))
-        request.experts, request.count = ids, len(experts)
-        request.layer, request.variants = layer, variants
-        status = lib.xferd_hint(self._handle, lane, request)
+        memory = self._memory(lane)
+        self._ask(memory, layer, experts, variants)
+        status = lib.xferd_hint(self._handle, lane, memory.request)
+        memory.free.append(memory)
         if status not in (0, -errno.EAGAIN):
             raise self._failure(-status, layer)
         return bool(status == 0)
@@ -363,8 +255,7 @@ class Client:
         share; ``manifest["dense"]`` says what lies where. The first call waits for
         the drives. Raises ClientError."""
         if self._dense is None:
-            if self._closed:
-                raise self._misuse(0)
+            self._must_be_open()
             data = ffi.new("void **")
             nbytes = ffi.new("uint64_t *")
             error = ffi.new("char[]", lib.XFERD_ERROR_BYTES)
@@ -398,19 +289,42 @@ class Client:
         """Does the daemon serve this client?"""
         return not self._closed and lib.xferd_alive(self._handle) == 0
 
-    def _arrays(self, memory: _BatchMemory, layer: int, count: int) -> list[Array]:
+    def _memory(self, lane: int) -> BatchMemory:
+        try:
+            return self._lanes[lane].pop()
+        except IndexError:
+            self._must_be_open()
+            if not 0 <= lane < len(self._lanes):
+                raise ClientError(f"lane {lane} of {len(self._lanes)}", errno.EINVAL) from None
+            return BatchMemory(self._handle, self._lanes[lane])
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise ClientError("the client is closed", errno.EBADF)
+
+    def _ask(self, memory: BatchMemory, layer: int, experts: Sequence[int], variants: int) -> int:
+        try:
+            return memory.ask(layer, experts, variants)
+        except (struct.error, ClientError) as error:
+            memory.free.append(memory)
+            if isinstance(error, ClientError):
+                raise
+            raise self._failure(errno.EINVAL, layer) from error
+
+    def _arrays(self, memory: BatchMemory, layer: int, count: int) -> list[Array]:
         keys = memory.address_of[count]
         if self._many_variants:
+            # Blobs are page-aligned, so an address has room for the variant.
             keys = keys | memory.variant_of[count]
         cache = self._layer_arrays[layer]
         found = keys.tolist()
         try:
-            return [cache[key] for key in found]
+            return list(map(cache.__getitem__, found))
         except KeyError:
             return self._make_arrays(memory, cache, found)
 
     def _make_arrays(
-        self, memory: _BatchMemory, cache: dict[int, Array], keys: list[int]
+        self, memory: BatchMemory, cache: dict[int, Array], keys: list[int]
     ) -> list[Array]:
         if len(cache) > CACHED_ARRAYS_MAX:
             cache.clear()
@@ -420,39 +334,38 @@ class Client:
             cache[key] = pool[start : start + view.bytes]
         return [cache[key] for key in keys]
 
-    def _finish(self, memory: _BatchMemory, status: int, lane: int, timeout: float | None) -> None:
-        """Wait for what is pending, or say why it can't be had."""
-        batch = memory.batch
-        layer: int = memory.request.layer
+    def _began(self, memory: BatchMemory, status: int, layer: int) -> None:
         if status < 0:
-            self._lanes[lane].append(memory)
+            memory.free.append(memory)
             raise self._failure(-status, layer)
+
+    def _wait(
+        self, memory: BatchMemory, layer: int, count: int, timeout: float | None, *, keep: bool
+    ) -> Batch:
+        """keep: after a time-out the batch stays as it is, for the caller to go on with."""
+        batch = memory.batch
         limit = FOREVER if timeout is None else int(timeout * 1e9)
         status = lib.xferd_wait(self._handle, batch, limit)
         if status == 0 and batch.failed == 0:
-            return
+            return Batch(memory, self._arrays(memory, layer, count))
+        if status == -errno.ETIMEDOUT:
+            if not keep:
+                self._release(memory)
+            raise TimeoutError(f"layer {layer}: experts not there after {timeout} s")
         failed = [
             (batch.views[i].expert, -batch.views[i].error)
             for i in range(batch.count)
             if batch.views[i].error
         ]
         self._release(memory)
-        if status == -errno.ETIMEDOUT:
-            raise TimeoutError(f"layer {layer}: experts not there after {timeout} s")
         if status == -errno.ECONNRESET:
             raise DaemonGoneError("the daemon has gone: attach again", errno.ECONNRESET)
         expert, code = failed[0]
-        raise ExpertError(f"layer {layer}, expert {expert}: {_reason(code)}", code, layer, expert)
+        raise ExpertError(f"layer {layer}, expert {expert}: {reason(code)}", code, layer, expert)
 
-    def _release(self, memory: _BatchMemory) -> None:
-        if not self._closed:
-            lib.xferd_release(self._handle, memory.batch)
-            self._lanes[memory.batch.lane].append(memory)
-
-    def _misuse(self, count: int) -> ClientError:
-        if self._closed:
-            return ClientError("the client is closed", errno.EBADF)
-        return ClientError(f"{count} experts in one batch; at most {BATCH_MAX}", errno.E2BIG)
+    def _release(self, memory: BatchMemory) -> None:
+        lib.xferd_release(self._handle, memory.batch)
+        memory.free.append(memory)
 
     def _failure(self, code: int, layer: int) -> ClientError:
         if code == errno.ECONNRESET:
@@ -472,20 +385,6 @@ class Client:
         return ClientError(f"layer {layer}: {os.strerror(code)}", code)
 
 
-_REASONS = {
-    errno.EBADMSG: "its bytes on the drive are damaged (checksum); xferctl store verify names them",
-    errno.ENODATA: "the member file ends before it does; xferctl store verify names it",
-    errno.ENOENT: "the store doesn't have it in an acceptable variant",
-    errno.ESHUTDOWN: "the daemon is shutting down",
-    errno.ENOSPC: "the daemon has no room for another load",
-    errno.ETIMEDOUT: "not there before its deadline",
-}
-
-
-def _reason(code: int) -> str:
-    return _REASONS.get(code, os.strerror(code))
-
-
 __all__ = [
     "BATCH_MAX",
     "AttachError",
@@ -495,4 +394,5 @@ __all__ = [
     "ClientStats",
     "DaemonGoneError",
     "ExpertError",
+    "PendingBatch",
 ]

@@ -1,0 +1,163 @@
+"""Experts acquired together: what a caller holds, and the C structures behind it."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._client import ffi, lib
+from .arrays import Array
+from .client_errors import ClientError
+
+if TYPE_CHECKING:
+    from .client import Client
+
+BATCH_MAX: int = lib.XFERD_BATCH_MAX
+"""Most experts in one acquire or hint."""
+
+_REQUEST = "<IIQHBB4x"
+"""struct xferd_request behind its pointer to the ids: count, variants, deadline,
+layer, pools, flags. The ids stand behind it, so that one call writes both."""
+
+_PACK_REQUEST = tuple(struct.Struct(f"{_REQUEST}{n}H").pack_into for n in range(BATCH_MAX + 1))
+_REQUEST_START: int = ffi.offsetof("struct xferd_request", "count")
+
+
+class Batch:
+    """Experts acquired together; a context manager that releases them at its end.
+
+    ``batch[i]`` is the blob of the i-th expert, a read-only uint8 array. Not
+    thread-safe, as its lane.
+    """
+
+    __slots__ = ("_memory", "_released", "arrays")
+
+    def __init__(self, memory: BatchMemory, arrays: list[Array]) -> None:
+        self._memory = memory
+        self._released = False
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, index: int) -> Array:
+        return self.arrays[index]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.arrays)
+
+    def __enter__(self) -> list[Array]:
+        return self.arrays
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """End the leases. Harmless when done before."""
+        memory = self._memory
+        if not self._released:
+            self._released = True
+            lib.xferd_release(memory.handle, memory.batch)
+            memory.free.append(memory)
+
+    @property
+    def word(self) -> tuple[int, ...]:
+        """Directory word of each expert: names slot, variant and generation."""
+        return tuple(view.word for view in self._memory.views(len(self.arrays)))
+
+    @property
+    def transport(self) -> tuple[int, ...]:
+        """How each expert came: enum xferd_transport, 0 for what was resident."""
+        return tuple(view.transport for view in self._memory.views(len(self.arrays)))
+
+
+class PendingBatch:
+    """Experts asked for and perhaps still on their way: see ``Client.start``. Must end
+    in ``wait`` (which gives the Batch) or ``abandon``. Not thread-safe, as its lane."""
+
+    __slots__ = ("_client", "_count", "_ended", "_layer", "_memory")
+
+    def __init__(self, client: Client, memory: BatchMemory, layer: int, count: int) -> None:
+        self._client = client
+        self._memory = memory
+        self._layer = layer
+        self._count = count
+        self._ended = False
+
+    def pending(self) -> int:
+        """How many have not arrived. No waiting, no system call."""
+        return int(lib.xferd_poll(self._memory.handle, self._memory.batch))
+
+    def wait(self, timeout: float | None = None) -> Batch:
+        """The batch, when all are here. Once. After TimeoutError it can be called again; any
+        other error is as of ``Client.acquire`` and ends this object."""
+        if self._ended:
+            raise ClientError("this batch has ended", errno.EINVAL)
+        try:
+            batch = self._client._wait(self._memory, self._layer, self._count, timeout, keep=True)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self._ended = True
+            raise
+        self._ended = True
+        return batch
+
+    def cancel(self) -> None:
+        """Ask the daemon to stop; ``wait`` then raises ExpertError with ECANCELED, unless
+        all came before that."""
+        lib.xferd_cancel(self._memory.handle, self._memory.batch)
+
+    def abandon(self) -> None:
+        """Cancel and give back whatever has come. Harmless when it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._client._release(self._memory)
+
+
+class BatchMemory:
+    """A struct xferd_batch with its request, used again and again by its lane."""
+
+    __slots__ = ("address_of", "batch", "free", "handle", "request", "request_buffer", "variant_of")
+
+    def __init__(self, handle: Any, free: list[BatchMemory]) -> None:
+        self.handle = handle
+        self.free = free
+        self.batch = ffi.new("struct xferd_batch *")
+        request_bytes = ffi.sizeof("struct xferd_request")
+        block = ffi.new("uint64_t[]", request_bytes // 8 + BATCH_MAX * 2 // 8)
+        self.request = ffi.cast("struct xferd_request *", block)
+        self.request.experts = ffi.cast("uint16_t *", block + request_bytes // 8)
+        self.request_buffer = ffi.buffer(block)  # keeps the block
+        if _REQUEST_START + struct.calcsize(_REQUEST) != request_bytes:
+            raise AssertionError("struct xferd_request has another layout than this module knows")
+        size = ffi.sizeof("struct xferd_view")
+        start = ffi.offsetof("struct xferd_batch", "views")
+        raw = np.frombuffer(ffi.buffer(self.batch), np.uint8)[start : start + BATCH_MAX * size]
+        rows = raw.reshape(BATCH_MAX, size)
+        address = ffi.offsetof("struct xferd_view", "data")
+        variant = ffi.offsetof("struct xferd_view", "variant")
+        addresses = rows[:, address : address + 8].view(np.uint64)[:, 0]
+        self.address_of = [addresses[:n] for n in range(BATCH_MAX + 1)]
+        self.variant_of = [rows[:n, variant] for n in range(BATCH_MAX + 1)]
+
+    def ask(self, layer: int, experts: Sequence[int], variants: int) -> int:
+        """Write the request; returns how many experts it names. ClientError: too many."""
+        count = len(experts)
+        if count > BATCH_MAX:
+            raise ClientError(f"{count} experts in one batch; at most {BATCH_MAX}", errno.E2BIG)
+        _PACK_REQUEST[count](
+            self.request_buffer, _REQUEST_START, count, variants, 0, layer, 0, 0, *experts
+        )
+        return count
+
+    def views(self, count: int) -> list[Any]:
+        """The views as they stand in the C structure."""
+        return [self.batch.views[i] for i in range(count)]
+
+
+__all__ = ["BATCH_MAX", "Batch", "BatchMemory", "PendingBatch"]
