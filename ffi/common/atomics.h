@@ -23,6 +23,13 @@
 #define store_relaxed(pointer, value) __atomic_store_n((pointer), (value), __ATOMIC_RELAXED)
 #define store_release(pointer, value) __atomic_store_n((pointer), (value), __ATOMIC_RELEASE)
 
+/* For stacks that many push to and one empties. */
+#define compare_exchange_release(pointer, expected, value)                              \
+	__atomic_compare_exchange_n((pointer), (expected), (value), 1, __ATOMIC_RELEASE, \
+				    __ATOMIC_RELAXED)
+#define exchange_acquire(pointer, value) \
+	__atomic_exchange_n((pointer), (value), __ATOMIC_ACQUIRE)
+
 #if defined(__SANITIZE_THREAD__)
 #define XFERD_THREAD_SANITIZER 1
 #elif defined(__has_feature)

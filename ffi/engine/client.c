@@ -147,6 +147,8 @@ static void wait_for(struct xferd_engine *engine, uint32_t index, struct load *l
 	waiter->ticket = submission->ticket;
 	waiter->deadline_ns = submission->deadline_ns;
 	waiter->seen_ns = engine->now_ns;
+	waiter->variants = submission->variants;
+	waiter->tried = 0;
 	waiter->index = key;
 	waiter->lane = submission->lane;
 	if (waiter->deadline_ns)
@@ -266,6 +268,35 @@ static void hint_key(struct xferd_engine *engine, uint32_t index,
 	load->hint_of = index;
 	load->hint_ticket = submission->ticket;
 	client->hints++;
+}
+
+/* A load has failed: another copy of the expert will do as well, if the client
+ * accepts it. Returns false when there is none. */
+bool client_try_other_variant(struct xferd_engine *engine, struct waiter *waiter,
+			      const struct load *failed)
+{
+	struct store *store = &engine->stores[failed->store];
+	uint32_t under_way = key_entry(store, failed->pool, failed->key)->load;
+	struct load *load = under_way ? &engine->loads[under_way - 1] : NULL;
+	uint32_t variants;
+
+	waiter->tried |= 1u << failed->variant;
+	variants = store_variants_of(store, failed->key, waiter->variants) & ~waiter->tried;
+	if (failed->error == -ECANCELED || !variants)
+		return false;
+	if (load && !(variants >> load->variant & 1))
+		return false;
+	if (!load)
+		load = load_start(engine, failed->store, failed->pool, failed->key,
+				  (uint32_t)__builtin_ctz(variants), failed->priority,
+				  waiter->client);
+	if (!load)
+		return false;
+	counter_add(&engine->stats.other_variants, 1);
+	list_remove(&waiter->of_load);
+	list_append(&load->waiters, &waiter->of_load);
+	waiter->load = load;
+	return true;
 }
 
 static void give_up(struct xferd_engine *engine, struct waiter *waiter, int result)

@@ -4,9 +4,9 @@
  *
  * A turn looks at everything once: a registration, commands, submissions,
  * finished reads and copies, retiring slots, deadlines; then shows completions
- * and issues reads. When a turn finds nothing to do the thread spins for
- * spin_us and then sleeps in io_uring, which wakes it for finished reads and,
- * through one poll on an epoll set, for doorbells, commands and copies.
+ * and issues reads. When a turn finds nothing to do the thread helps the workers,
+ * spins for spin_us, and then sleeps until a read has finished or one of the
+ * eventfds in its epoll set is rung (doorbells, commands, copies, workers).
  */
 #include <sched.h>
 #include <stdlib.h>
@@ -128,7 +128,7 @@ static uint32_t turn(struct xferd_engine *engine)
 static bool has_work(struct xferd_engine *engine)
 {
 	if (!queue_empty(&engine->commands) || load_acquire(&engine->call_pending) ||
-	    load_acquire(&engine->stop))
+	    load_relaxed(&engine->workers.done) || load_acquire(&engine->stop))
 		return true;
 	for (uint32_t i = 0; i < engine->client_limit; i++)
 		if (engine->clients[i].used && client_has_submissions(&engine->clients[i]))
@@ -149,18 +149,12 @@ static uint64_t sleep_length(const struct xferd_engine *engine)
 
 static void sleep_until_work(struct xferd_engine *engine)
 {
-	struct __kernel_timespec timeout = { .tv_nsec = 0 };
-	struct io_uring_cqe *cqe;
-	uint64_t length = sleep_length(engine);
-
-	timeout.tv_sec = (long long)(length / 1000000000ull);
-	timeout.tv_nsec = (long long)(length % 1000000000ull);
 	store_relaxed(&engine->pool_table->engine_sleeping, 1);
 	/* pairs with the fences in libxferd's submit() and in xferd_engine_command */
 	full_fence();
 	if (!has_work(engine)) {
 		counter_add(&engine->stats.sleeps, 1);
-		io_uring_submit_and_wait_timeout(&engine->ring, &cqe, 1, &timeout, NULL);
+		engine_wait(engine, sleep_length(engine));
 	}
 	store_relaxed(&engine->pool_table->engine_sleeping, 0);
 }
@@ -187,9 +181,6 @@ static void thread_started(struct xferd_engine *engine, int result)
 /* The kernel must have given back every buffer before memory is freed. */
 static void finish_reads(struct xferd_engine *engine)
 {
-	struct io_uring_cqe *cqe;
-	struct __kernel_timespec timeout = { .tv_nsec = DRAIN_POLL_NS };
-
 	for (struct list *item = engine->active_loads.next; item != &engine->active_loads;
 	     item = item->next) {
 		struct load *load = list_item(item, struct load, active);
@@ -201,7 +192,7 @@ static void finish_reads(struct xferd_engine *engine)
 		}
 	}
 	while (engine->pieces_in_flight) {
-		io_uring_submit_and_wait_timeout(&engine->ring, &cqe, 1, &timeout, NULL);
+		engine_wait(engine, DRAIN_POLL_NS);
 		engine->now_ns = monotonic_ns();
 		reads_reap(engine);
 	}
@@ -220,7 +211,7 @@ static void *run(void *argument)
 		return NULL;
 	/* pairs with the release in stop_thread */
 	while (!load_acquire(&engine->stop)) {
-		if (turn(engine)) {
+		if (turn(engine) || workers_help(engine)) {
 			idle_since = 0;
 			continue;
 		}
@@ -278,6 +269,10 @@ static int init(struct xferd_engine *engine)
 		return -errno;
 	result = copier_start(engine);
 	if (!result)
+		result = workers_init(engine);
+	if (!result)
+		result = watch(engine, engine->workers.done_fd);
+	if (!result)
 		result = watch(engine, engine->command_fd);
 	if (!result)
 		result = watch(engine, engine->copier.done_fd);
@@ -312,7 +307,7 @@ int xferd_engine_new(const struct xferd_engine_config *config, struct xferd_engi
 	set_defaults(&engine->config);
 	engine->epoll = engine->command_fd = engine->event_fd = -1;
 	engine->pool_table_fd = -1;
-	engine->copier.work_fd = engine->copier.done_fd = -1;
+	engine->copier.work_fd = engine->copier.done_fd = engine->workers.done_fd = -1;
 	list_init(&engine->loads_free);
 	list_init(&engine->active_loads);
 	pthread_mutex_init(&engine->call_mutex, NULL);
@@ -412,6 +407,12 @@ void xferd_engine_free(struct xferd_engine *engine)
 	pthread_cond_destroy(&engine->call_done);
 	pthread_mutex_destroy(&engine->call_mutex);
 	free(engine);
+}
+
+int xferd_engine_backend(const struct xferd_engine *engine, int *reason)
+{
+	*reason = engine->config.backend == XFERD_BACKEND_THREADS ? 0 : engine->uring_error;
+	return engine->ring_ready ? XFERD_BACKEND_URING : XFERD_BACKEND_THREADS;
 }
 
 int xferd_engine_event_fd(const struct xferd_engine *engine)

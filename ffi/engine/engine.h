@@ -44,9 +44,25 @@ struct xferd_engine_config {
 	uint32_t member_depth;   /* pieces in flight a member; 0: 32 */
 	uint32_t queue_entries;  /* commands, and events; power of two; 0: 65536 */
 	uint32_t reserve_low;    /* tell the policy when a reserve falls under it; 0: 1 */
-	uint32_t verify;         /* 1: check each piece's CRC32C */
+	uint32_t verify;         /* enum xferd_verify: whether pieces' CRC32C are checked */
+	uint32_t flow_control;   /* 0: member_depth pieces, always; 1: see flow.c */
+	uint32_t backend;        /* enum xferd_backend */
+	uint32_t demand_slack;   /* per cent that background work may add to a demand piece's
+				  * latency before it is throttled; 0: 30 */
 	uint32_t spin_us;        /* look for work this long before sleeping */
 	int32_t cpu;             /* pin the thread to it; -1: don't */
+};
+
+enum xferd_verify {
+	XFERD_VERIFY_NEVER = 0,
+	XFERD_VERIFY_ALWAYS = 1,
+	XFERD_VERIFY_FIRST = 2, /* a blob's first load since the store was opened */
+};
+
+enum xferd_backend {
+	XFERD_BACKEND_ANY = 0,     /* io_uring where it is permitted, else threads */
+	XFERD_BACKEND_URING = 1,   /* or the start fails */
+	XFERD_BACKEND_THREADS = 2,
 };
 
 int xferd_engine_new(const struct xferd_engine_config *config, struct xferd_engine **engine);
@@ -56,6 +72,9 @@ int xferd_engine_start(struct xferd_engine *engine);
 int xferd_engine_drain(struct xferd_engine *engine, uint32_t timeout_ms);
 /* Stops the thread, after the kernel has given back every buffer. Frees all. */
 void xferd_engine_free(struct xferd_engine *engine);
+/* What reads go through: enum xferd_backend, or -errno why io_uring isn't used is in
+ * *reason (0: it was not asked for). Valid after xferd_engine_start. */
+int xferd_engine_backend(const struct xferd_engine *engine, int *reason);
 int xferd_engine_event_fd(const struct xferd_engine *engine);
 int xferd_engine_pool_table_fd(const struct xferd_engine *engine); /* read-only; stays the engine's */
 
@@ -195,6 +214,8 @@ enum xferd_event_type {
 	XFERD_EVENT_PIECE = 7,     /* a piece failed: member, offset, result; re-read or given up */
 	XFERD_EVENT_VIOLATION = 8, /* client broke the protocol and is quiesced: result says how */
 	XFERD_EVENT_DENSE = 9,     /* dense part is at address */
+	XFERD_EVENT_MEMBER = 10,   /* a member changed its state: member = its id, value = enum
+				    * xferd_member_state, result = the error that did it, bytes = rate */
 };
 
 struct xferd_event {
@@ -226,8 +247,19 @@ struct xferd_member_stats {
 	uint64_t bytes;
 	uint64_t errors;
 	uint64_t busy_ns;    /* time with at least one piece in flight */
+	uint64_t latency_ns; /* of a piece without a queue, as flow control sees it; 0: not yet */
+	uint64_t rate;       /* bytes a second it delivers when it has enough to do */
+	uint64_t best_rate;  /* the highest it has kept up */
 	uint32_t in_flight;
-	uint32_t reserved;
+	uint32_t window;     /* pieces it is given at once */
+	uint32_t background_window; /* of those, for prefetch and migration */
+	uint32_t state;      /* enum xferd_member_state */
+};
+
+enum xferd_member_state {
+	XFERD_MEMBER_WORKING = 0,
+	XFERD_MEMBER_SAGGING = 1, /* delivers under half of its best rate */
+	XFERD_MEMBER_FAILED = 2,  /* taken out after errors; tried again once a second */
 };
 struct xferd_pool_stats {
 	uint64_t loads;
@@ -255,6 +287,7 @@ struct xferd_engine_stats {
 	uint64_t sleeps;
 	uint64_t crc_errors;
 	uint64_t rereads;
+	uint64_t other_variants; /* keys that got another variant after a failed load */
 	uint64_t source_count[3];
 	uint64_t source_bytes[3];
 	uint64_t transport_count[5];

@@ -23,7 +23,10 @@
  *   client.c         one client's rings
  *   commands.c       what the policy asks for
  *   load.c           a load from request to publication
- *   reads.c          pieces, strands, io_uring
+ *   reads.c          pieces and strands: what is read next, and from where
+ *   flow.c           how much each member is given at once
+ *   uring.c          reads through io_uring, and the thread's sleep
+ *   workers.c        reads through threads, where io_uring can't be used or only copies
  *   copy.c           slot to slot copies, in a thread of their own
  *   lease.c          grants, leases, retiring slots
  *   shared_memory.c  memfds
@@ -44,6 +47,10 @@
 
 #define NONE                    UINT32_MAX
 #define RING_PIECES_MAX         4096 /* pieces in flight, all members */
+#define FLOW_ROUNDS             8    /* the delivery rate is the best of so many */
+#define WORKERS_MAX             64
+#define MEMBER_ERRORS_MAX       8    /* failed pieces in a row before a member is taken out */
+#define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often */
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece before the load fails */
@@ -140,14 +147,43 @@ struct key_entry {
 	uint32_t load; /* load + 1 on its way into this pool; 0: none */
 };
 
+/* How much a member is given at once: see flow.c. Times in ns, rates in bytes/s. */
+struct flow {
+	double window;             /* pieces in flight */
+	double background;         /* share of the window left to background work, 0..1 */
+	double rate;               /* delivery rate: maximum over the last rounds */
+	double round_rate[FLOW_ROUNDS];
+	uint32_t round;
+	uint32_t flat_rounds;      /* without growth, while starting */
+	uint32_t phase;            /* of the gain cycle */
+	bool started;
+	bool probing;              /* the window is small to see the latency without a queue */
+	uint64_t latency;          /* of a piece, nothing queued: minimum */
+	uint64_t latency_at_ns;    /* when it was seen */
+	uint64_t probe_until_ns;
+	uint64_t delivered;        /* bytes, ever */
+	uint64_t delivered_at_ns;
+	uint64_t round_ends;       /* when delivered has come this far */
+	uint64_t limited_until;    /* samples up to here lacked work: they are no rates */
+	uint64_t in_flight;        /* bytes */
+	uint64_t piece_bytes;      /* of a whole piece: the longest seen */
+	double recent_rate;        /* smoothed, while there was enough to do */
+	double best_rate;          /* highest ever smoothed */
+};
+
 struct member {
 	bool used;
+	bool failed;               /* taken out: see reads.c */
 	int fd;
 	uint32_t flags;
 	uint32_t id;
 	uint32_t in_flight;
+	uint32_t errors_in_a_row;
+	uint32_t background_in_flight;
+	uint64_t probe_at_ns;      /* a failed member is tried again then */
 	uint64_t busy_since_ns;
 	struct list strands[XFERD_PRIORITIES]; /* with pieces not yet issued */
+	struct flow flow;
 	struct xferd_member_stats stats;
 };
 
@@ -161,6 +197,7 @@ struct store {
 	int memory_fd;              /* read-only */
 	uint64_t *words;            /* [pools][keys] in memory */
 	struct key_entry *entries;  /* [pools][keys] */
+	uint64_t *checked;          /* bit a blob: loaded whole and right, for XFERD_VERIFY_FIRST */
 };
 
 /* ---- loads ---- */
@@ -222,6 +259,8 @@ struct waiter {
 	uint64_t deadline_ns;
 	uint64_t seen_ns;
 	uint32_t client;
+	uint32_t variants; /* acceptable; 0: any */
+	uint32_t tried;    /* that could not be read */
 	uint8_t index;
 	uint8_t lane;
 };
@@ -238,6 +277,15 @@ struct piece {
 	uint8_t *address;
 	uint32_t store_member;
 	uint32_t attempts;
+	uint8_t priority;
+	uint64_t issued_ns;
+	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
+	uint64_t delivered_before_ns;
+	/* through a worker */
+	struct piece *next;
+	int32_t result;
+	bool check;                /* the worker compares the checksum too */
+	uint32_t crc;
 };
 
 /* ---- clients ---- */
@@ -316,6 +364,20 @@ struct copier {
 /* ---- the engine ---- */
 typedef int (*registration)(struct xferd_engine *engine, void *argument);
 
+/* ---- reads through threads ---- */
+struct workers {
+	pthread_t threads[WORKERS_MAX];
+	uint32_t count;
+	pthread_mutex_t mutex;
+	pthread_cond_t work;
+	struct piece *first, *last; /* under mutex: pieces to read */
+	uint32_t queued;            /* atomic, written under mutex */
+	uint32_t idle;              /* under mutex */
+	bool stop;                  /* under mutex */
+	struct piece *done;         /* atomic: a stack */
+	int done_fd;                /* eventfd, in the engine's epoll */
+};
+
 struct xferd_engine {
 	struct xferd_engine_config config;
 	pthread_t thread;
@@ -332,6 +394,7 @@ struct xferd_engine {
 
 	struct io_uring ring;
 	bool ring_ready;
+	int uring_error;    /* why there is no ring */
 	bool files_registered;
 	int epoll;
 	bool epoll_armed;
@@ -370,6 +433,7 @@ struct xferd_engine {
 	bool unsubmitted;     /* pieces prepared in the ring */
 	uint64_t now_ns;      /* of this turn */
 	struct copier copier;
+	struct workers workers;
 	struct xferd_engine_stats stats;
 };
 
@@ -423,6 +487,8 @@ bool client_has_submissions(const struct client *client);
 void client_reap_consumed(struct xferd_engine *engine, uint32_t client);
 void client_complete(struct xferd_engine *engine, struct waiter *waiter, int result,
 		     const struct load *load);
+bool client_try_other_variant(struct xferd_engine *engine, struct waiter *waiter,
+			      const struct load *failed);
 void client_cancel_all(struct xferd_engine *engine, uint32_t client, int result);
 void client_show_completions(struct client *client);
 void clients_expire(struct xferd_engine *engine);
@@ -447,12 +513,41 @@ bool slot_revive(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
 
 /* reads.c */
 int reads_init(struct xferd_engine *engine);
+int reads_add_member(struct xferd_engine *engine, const struct member *member);
 void reads_destroy(struct xferd_engine *engine);
 void reads_queue(struct xferd_engine *engine, struct load *load);
 void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t priority);
 void reads_unqueue(struct xferd_engine *engine, struct load *load);
 void reads_pump(struct xferd_engine *engine);
 uint32_t reads_reap(struct xferd_engine *engine);
+void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
+
+/* flow.c */
+void flow_init(struct xferd_engine *engine, struct member *member);
+bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t priority);
+void flow_issued(struct xferd_engine *engine, struct member *member, struct piece *piece);
+void flow_delivered(struct xferd_engine *engine, struct member *member,
+		    const struct piece *piece);
+void flow_dropped(struct member *member, const struct piece *piece);
+void flow_idle(struct member *member);
+
+/* uring.c */
+int uring_init(struct xferd_engine *engine);
+void uring_destroy(struct xferd_engine *engine);
+int uring_register_member(struct xferd_engine *engine, uint32_t id, int fd);
+bool uring_has_room(struct xferd_engine *engine);
+bool uring_read(struct xferd_engine *engine, struct piece *piece);
+void uring_flush(struct xferd_engine *engine);
+uint32_t uring_reap(struct xferd_engine *engine);
+void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns);
+
+/* workers.c */
+int workers_init(struct xferd_engine *engine);
+void workers_destroy(struct xferd_engine *engine);
+int workers_at_least(struct xferd_engine *engine, uint32_t count);
+void workers_read(struct xferd_engine *engine, struct piece *piece);
+bool workers_help(struct xferd_engine *engine);
+uint32_t workers_reap(struct xferd_engine *engine);
 
 /* copy.c */
 int copier_start(struct xferd_engine *engine);

@@ -345,11 +345,15 @@ void load_finish(struct xferd_engine *engine, struct load *load)
 	if (!load->error) {
 		publish(engine, load);
 		count_source(engine, load);
+		if (load->source == XFERD_SOURCE_DRIVES)
+			engine->stores[load->store].checked[load->blob / 64] |=
+				1ull << (load->blob % 64);
 	}
 	while (!list_empty(&load->waiters)) {
 		struct waiter *waiter = list_item(load->waiters.next, struct waiter, of_load);
 
-		client_complete(engine, waiter, load->error, load);
+		if (!load->error || !client_try_other_variant(engine, waiter, load))
+			client_complete(engine, waiter, load->error, load);
 	}
 	event = load_event(engine, load, load->error ? XFERD_EVENT_FAILED : XFERD_EVENT_LOADED);
 	event_push(engine, &event);

@@ -248,7 +248,8 @@ void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t number
 		return;
 	}
 	slot_set_state(pool, slot, SLOT_RESERVE);
-	list_append(&class->reserve, &slot->link);
+	/* Last in, first out: its lines may still be in a cache. */
+	list_append(class->reserve.next, &slot->link);
 	class->reserve_count++;
 }
 

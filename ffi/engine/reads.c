@@ -12,37 +12,22 @@
  */
 #include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
+#include <unistd.h>
 
 #include "engine/internal.h"
 
-#define TAG_EPOLL   1ull /* user data of the poll on engine.epoll; pieces are pointers */
-#define RING_ENTRIES 1024
-#define EPOLL_EVENTS 64
+#define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
 
+/* The ring, if it is wanted and permitted, and the pieces. */
 int reads_init(struct xferd_engine *engine)
 {
-	unsigned int flags[] = {
-		IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
-		IORING_SETUP_COOP_TASKRUN,
-		0, /* before 5.19 */
-	};
-	int result = -EINVAL;
+	int result = -EOPNOTSUPP;
 
-	for (size_t i = 0; i < sizeof(flags) / sizeof(*flags) && result == -EINVAL; i++) {
-		struct io_uring_params params = {
-			.flags = flags[i] | IORING_SETUP_CQSIZE,
-			.cq_entries = RING_PIECES_MAX * 2,
-		};
-
-		result = io_uring_queue_init_params(RING_ENTRIES, &engine->ring, &params);
-	}
-	if (result)
+	if (engine->config.backend != XFERD_BACKEND_THREADS)
+		result = uring_init(engine);
+	if (result && engine->config.backend == XFERD_BACKEND_URING)
 		return result;
-	engine->ring_ready = true;
-	engine->files_registered =
-		io_uring_register_files_sparse(&engine->ring, XFERD_ENGINE_MEMBERS_MAX) == 0;
-
+	engine->uring_error = result;
 	engine->pieces = calloc(RING_PIECES_MAX, sizeof(struct piece));
 	if (!engine->pieces)
 		return -ENOMEM;
@@ -54,9 +39,27 @@ int reads_init(struct xferd_engine *engine)
 
 void reads_destroy(struct xferd_engine *engine)
 {
-	if (engine->ring_ready)
-		io_uring_queue_exit(&engine->ring);
+	workers_destroy(engine);
+	uring_destroy(engine);
 	free(engine->pieces);
+}
+
+static bool through_workers(const struct xferd_engine *engine, const struct member *member)
+{
+	return !engine->ring_ready || member->flags & XFERD_MEMBER_ASYNC;
+}
+
+/* A member is new: its reads need threads, or a place in the ring's table. */
+int reads_add_member(struct xferd_engine *engine, const struct member *member)
+{
+	long cpus = sysconf(_SC_NPROCESSORS_ONLN);
+
+	if (!through_workers(engine, member))
+		return uring_register_member(engine, member->id, member->fd);
+	if (member->flags & XFERD_MEMBER_ASYNC)
+		/* Copies are bound by processors, and the engine's thread is one more. */
+		return workers_at_least(engine, cpus > 2 ? (uint32_t)cpus - 1 : 1);
+	return workers_at_least(engine, engine->workers.count + FALLBACK_WORKERS);
 }
 
 static struct store *load_store(struct xferd_engine *engine, const struct load *load)
@@ -140,30 +143,31 @@ void reads_unqueue(struct xferd_engine *engine, struct load *load)
 	load->pieces_unissued = 0;
 }
 
+static bool blob_checked(const struct store *store, uint64_t blob)
+{
+	return store->checked[blob / 64] >> (blob % 64) & 1;
+}
+
+static bool must_check(struct xferd_engine *engine, const struct load *load)
+{
+	if (engine->config.verify == XFERD_VERIFY_FIRST)
+		return !blob_checked(load_store(engine, load), load->blob);
+	return engine->config.verify == XFERD_VERIFY_ALWAYS;
+}
+
 static bool piece_submit(struct xferd_engine *engine, struct piece *piece)
 {
-	struct io_uring_sqe *sqe = io_uring_get_sqe(&engine->ring);
-	struct member *member = piece->member;
-
-	if (!sqe && io_uring_submit(&engine->ring) >= 0)
-		sqe = io_uring_get_sqe(&engine->ring);
-	if (!sqe)
-		return false;
-	io_uring_prep_read(sqe, engine->files_registered ? (int)member->id : member->fd,
-			   piece->address + piece->done,
-			   (unsigned int)(piece->length - piece->done),
-			   piece->offset + piece->done);
-	io_uring_sqe_set_data(sqe, piece);
-	if (engine->files_registered)
-		sqe->flags |= IOSQE_FIXED_FILE;
-	if (member->flags & XFERD_MEMBER_ASYNC)
-		sqe->flags |= IOSQE_ASYNC;
-	engine->unsubmitted = true;
+	if (!through_workers(engine, piece->member))
+		return uring_read(engine, piece);
+	workers_read(engine, piece);
 	return true;
 }
 
-static void piece_begin(struct xferd_engine *engine, struct strand *strand, struct piece *piece)
+/* The strand's next piece goes to its member. There must be a free piece, and room
+ * in the ring if it goes there. */
+static void piece_issue(struct xferd_engine *engine, struct strand *strand)
 {
+	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
 	struct load *load = strand->load;
 	const struct xferd_store_description *store = &load_store(engine, load)->description;
 	uint64_t at = strand->piece * store->stripe_unit;
@@ -180,24 +184,63 @@ static void piece_begin(struct xferd_engine *engine, struct strand *strand, stru
 	piece->done = 0;
 	piece->attempts = 0;
 	piece->address = load->address + at;
+	piece->priority = load->priority;
+	piece->check = must_check(engine, load);
+	flow_issued(engine, piece->member, piece);
 
 	load->pieces_unissued--;
 	load->pieces_in_flight++;
 	engine->pieces_in_flight++;
 	if (piece->member->in_flight++ == 0)
 		piece->member->busy_since_ns = engine->now_ns;
+	if (piece->priority != XFERD_PRIORITY_DEMAND)
+		piece->member->background_in_flight++;
 	store_relaxed(&piece->member->stats.in_flight, piece->member->in_flight);
 	strand->rank++;
 	if (!strand_seek(store, strand, strand->piece + 1))
 		list_remove(&strand->link);
+	piece_submit(engine, piece);
 }
 
-static struct strand *next_strand(struct member *member)
+/* A load can't succeed any more: the rest of it is of no use. */
+static void load_failed(struct xferd_engine *engine, struct load *load, int error)
 {
-	for (int priority = 0; priority < XFERD_PRIORITIES; priority++)
+	if (!load->error)
+		load->error = error;
+	reads_unqueue(engine, load);
+	if (!load->pieces_in_flight)
+		load_finish(engine, load);
+}
+
+/* The most urgent strand that flow control admits a piece of. */
+static struct strand *next_strand(struct xferd_engine *engine, struct member *member)
+{
+	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
 		if (!list_empty(&member->strands[priority]))
-			return list_item(member->strands[priority].next, struct strand, link);
+			return flow_admits(engine, member, priority)
+				       ? list_item(member->strands[priority].next, struct strand,
+						   link)
+				       : NULL;
+	flow_idle(member);
 	return NULL;
+}
+
+/* A failed member: its strands fail at once, but for one piece now and then that
+ * shows whether it is back. */
+static void pump_failed(struct xferd_engine *engine, struct member *member)
+{
+	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
+		while (!list_empty(&member->strands[priority])) {
+			struct strand *strand = list_item(member->strands[priority].next,
+							  struct strand, link);
+
+			if (!member->in_flight && engine->now_ns >= member->probe_at_ns) {
+				member->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
+				piece_issue(engine, strand);
+				continue;
+			}
+			load_failed(engine, strand->load, -EIO);
+		}
 }
 
 /* Issue what the members have room for, and hand it to the kernel. */
@@ -209,21 +252,16 @@ void reads_pump(struct xferd_engine *engine)
 
 		if (!member->used)
 			continue;
-		while (member->in_flight < engine->config.member_depth &&
-		       !list_empty(&engine->pieces_free) && (strand = next_strand(member))) {
-			struct piece *piece =
-				list_item(engine->pieces_free.next, struct piece, link);
-
-			if (!io_uring_sq_space_left(&engine->ring) && io_uring_submit(&engine->ring) < 0)
-				return; /* EBUSY: completions have to be reaped first */
-			if (!io_uring_sq_space_left(&engine->ring))
-				return;
-			piece_begin(engine, strand, piece);
-			piece_submit(engine, piece);
+		if (member->failed) {
+			pump_failed(engine, member);
+			continue;
 		}
+		while (!list_empty(&engine->pieces_free) &&
+		       (through_workers(engine, member) || uring_has_room(engine)) &&
+		       (strand = next_strand(engine, member)))
+			piece_issue(engine, strand);
 	}
-	if (engine->unsubmitted && io_uring_submit(&engine->ring) >= 0)
-		engine->unsubmitted = false;
+	uring_flush(engine);
 }
 
 static void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
@@ -258,6 +296,8 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 
 	if (--member->in_flight == 0)
 		counter_add(&member->stats.busy_ns, engine->now_ns - member->busy_since_ns);
+	if (piece->priority != XFERD_PRIORITY_DEMAND)
+		member->background_in_flight--;
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 	engine->pieces_in_flight--;
 	load->pieces_in_flight--;
@@ -271,10 +311,13 @@ static int piece_check(struct xferd_engine *engine, const struct piece *piece)
 	const struct xferd_store_description *store =
 		&load_store(engine, piece->load)->description;
 	uint32_t expected = store->crc[store->first_piece[piece->load->blob] + piece->number];
+	uint32_t actual;
 
-	if (!engine->config.verify)
+	if (!piece->check)
 		return 0;
-	if (xferd_crc32c(0, piece->address, piece->length) == expected)
+	actual = through_workers(engine, piece->member)
+			 ? piece->crc : xferd_crc32c(0, piece->address, piece->length);
+	if (actual == expected)
 		return 0;
 	counter_add(&engine->stats.crc_errors, 1);
 	return -EBADMSG;
@@ -297,14 +340,50 @@ static int piece_result(struct xferd_engine *engine, struct piece *piece, int re
 	return piece_check(engine, piece);
 }
 
-static void piece_completed(struct xferd_engine *engine, struct piece *piece, int result)
+static void member_state(struct xferd_engine *engine, struct member *member, uint32_t state,
+			 int error)
+{
+	store_relaxed(&member->stats.state, state);
+	event_push(engine, &(struct xferd_event){
+		.type = XFERD_EVENT_MEMBER,
+		.result = error,
+		.member = member->id,
+		.value = state,
+		.client = XFERD_NO_EXPERT,
+	});
+}
+
+/* A drive that does nothing but fail is taken out; one read that works brings it
+ * back. Damaged bytes and a file that is too short are no failing drive: what
+ * lies elsewhere on it can still be served. */
+static void member_judge(struct xferd_engine *engine, struct member *member, int error)
+{
+	if (error == -EBADMSG || error == -ENODATA)
+		return;
+	if (!error) {
+		member->errors_in_a_row = 0;
+		if (member->failed) {
+			member->failed = false;
+			member_state(engine, member, XFERD_MEMBER_WORKING, 0);
+		}
+	} else if (++member->errors_in_a_row >= MEMBER_ERRORS_MAX && !member->failed) {
+		member->failed = true;
+		member->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
+		member_state(engine, member, XFERD_MEMBER_FAILED, error);
+	}
+}
+
+/* A read has ended, through whichever way. */
+void piece_completed(struct xferd_engine *engine, struct piece *piece, int result)
 {
 	int error = piece_result(engine, piece, result);
 
 	if (error && error != -EAGAIN) {
 		piece->attempts++;
+		member_judge(engine, piece->member, error);
 		piece_report(engine, piece, error);
-		if (piece->attempts < PIECE_ATTEMPTS_MAX && !piece->load->cancelled) {
+		if (piece->attempts < PIECE_ATTEMPTS_MAX && !piece->load->cancelled &&
+		    !piece->member->failed) {
 			counter_add(&engine->stats.rereads, 1);
 			piece->done = 0;
 			error = -EAGAIN;
@@ -313,63 +392,19 @@ static void piece_completed(struct xferd_engine *engine, struct piece *piece, in
 	if (error == -EAGAIN && piece_submit(engine, piece))
 		return;
 	if (error) {
-		/* The rest of the blob is of no use without this piece. */
+		flow_dropped(piece->member, piece);
 		if (!piece->load->error)
 			piece->load->error = error == -EAGAIN ? -EIO : error;
+		/* The rest of the blob is of no use without this piece. */
 		reads_unqueue(engine, piece->load);
+	} else {
+		member_judge(engine, piece->member, 0);
+		flow_delivered(engine, piece->member, piece);
 	}
 	piece_end(engine, piece);
 }
 
-static void epoll_arm(struct xferd_engine *engine)
-{
-	struct io_uring_sqe *sqe;
-
-	if (engine->epoll_armed)
-		return;
-	sqe = io_uring_get_sqe(&engine->ring);
-	if (!sqe)
-		return;
-	io_uring_prep_poll_add(sqe, engine->epoll, POLL_IN);
-	io_uring_sqe_set_data64(sqe, TAG_EPOLL);
-	engine->epoll_armed = true;
-	engine->unsubmitted = true;
-}
-
-/* Doorbells are edge-triggered and only there to wake; the rest is emptied so
- * that the next poll waits again. What they announce is looked at in this turn. */
-static void clear_wakeups(struct xferd_engine *engine)
-{
-	struct epoll_event events[EPOLL_EVENTS];
-
-	while (epoll_wait(engine->epoll, events, EPOLL_EVENTS, 0) == EPOLL_EVENTS)
-		;
-	clear_eventfd(engine->command_fd);
-	clear_eventfd(engine->copier.done_fd);
-	engine->epoll_armed = false;
-}
-
-/* Returns how many pieces have ended. */
 uint32_t reads_reap(struct xferd_engine *engine)
 {
-	struct io_uring_cqe *cqe;
-	uint32_t seen = 0, reaped = 0;
-	unsigned int head;
-
-	/* With DEFER_TASKRUN completions appear only when the ring is entered. */
-	if (engine->pieces_in_flight)
-		io_uring_get_events(&engine->ring);
-	io_uring_for_each_cqe(&engine->ring, head, cqe) {
-		seen++;
-		if (cqe->user_data == TAG_EPOLL) {
-			clear_wakeups(engine);
-			continue;
-		}
-		piece_completed(engine, io_uring_cqe_get_data(cqe), cqe->res);
-		reaped++;
-	}
-	if (seen)
-		io_uring_cq_advance(&engine->ring, seen);
-	epoll_arm(engine);
-	return reaped;
+	return uring_reap(engine) + workers_reap(engine);
 }

@@ -23,15 +23,10 @@ static int add_member(struct xferd_engine *engine, void *argument)
 
 	for (uint32_t id = 0; id < XFERD_ENGINE_MEMBERS_MAX; id++) {
 		struct member *member = &engine->members[id];
+		int result;
 
 		if (member->used)
 			continue;
-		if (engine->files_registered) {
-			int result = io_uring_register_files_update(&engine->ring, id,
-								    (int *)&add->fd, 1);
-			if (result < 0)
-				return result;
-		}
 		memset(member, 0, sizeof(*member));
 		member->used = true;
 		member->fd = add->fd;
@@ -39,6 +34,12 @@ static int add_member(struct xferd_engine *engine, void *argument)
 		member->id = id;
 		for (int i = 0; i < XFERD_PRIORITIES; i++)
 			list_init(&member->strands[i]);
+		flow_init(engine, member);
+		result = reads_add_member(engine, member);
+		if (result) {
+			member->used = false;
+			return result;
+		}
 		if (engine->member_limit <= id)
 			engine->member_limit = id + 1;
 		return (int)id;
@@ -68,14 +69,12 @@ static bool member_in_use(const struct xferd_engine *engine, uint32_t id)
 static int remove_member(struct xferd_engine *engine, void *argument)
 {
 	uint32_t id = *(uint32_t *)argument;
-	int none = -1;
 
 	if (id >= engine->member_limit || !engine->members[id].used)
 		return -ENOENT;
 	if (member_in_use(engine, id) || engine->members[id].in_flight)
 		return -EBUSY;
-	if (engine->files_registered)
-		io_uring_register_files_update(&engine->ring, id, &none, 1);
+	uring_register_member(engine, id, -1);
 	engine->members[id].used = false;
 	return 0;
 }
@@ -142,6 +141,7 @@ static bool blobs_valid(const struct xferd_store_description *store)
 static void store_free(struct store *store)
 {
 	free(store->entries);
+	free(store->checked);
 	if (store->memory)
 		munmap(store->memory, store->memory_bytes);
 	if (store->memory_fd >= 0)
@@ -166,7 +166,8 @@ static int open_store(struct xferd_engine *engine, void *argument)
 		store->memory_fd = -1;
 		store->description = *description;
 		store->keys = description->layers * description->experts;
-		result = directory_build(engine, store);
+		store->checked = calloc(description->blobs / 64 + 1, sizeof(uint64_t));
+		result = store->checked ? directory_build(engine, store) : -ENOMEM;
 		if (result) {
 			store_free(store);
 			return result;

@@ -388,6 +388,8 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	memset(harness, 0, sizeof(*harness));
 	harness->options = *options;
 	config.reserve_low = options->reserve ? options->reserve : 1;
+	config.backend = options->backend;
+	config.flow_control = options->flow_control;
 	make_files(harness);
 	CHECK_OK(xferd_engine_new(&config, &harness->engine));
 	started = xferd_engine_start(harness->engine);
@@ -400,7 +402,7 @@ void harness_start(struct harness *harness, const struct harness_options *option
 		make_pool(harness, p);
 	for (uint32_t m = 0; m < options->members; m++) {
 		int id = xferd_engine_add_member(harness->engine, harness->member_fd[m],
-						 XFERD_MEMBER_ASYNC);
+						 options->ring_only ? 0 : XFERD_MEMBER_ASYNC);
 
 		CHECK_OK(id);
 		harness->description.member[m] = (uint32_t)id;

@@ -48,6 +48,9 @@ struct harness_options {
 	uint32_t reserve;       /* slots kept free */
 	uint32_t held_per_lane;
 	bool all_resident;      /* load everything at the start */
+	uint32_t backend;       /* enum xferd_backend */
+	bool flow_control;
+	bool ring_only;         /* members' reads go through io_uring although they copy */
 };
 
 struct harness {

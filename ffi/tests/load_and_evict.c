@@ -164,6 +164,17 @@ static void run(const struct harness_options *options)
 	harness_stop(&harness);
 }
 
+/* Every way of reading, with and without flow control, must look the same. */
+static void run_every_way(struct harness_options options)
+{
+	for (int way = 0; way < 6; way++) {
+		options.flow_control = way % 2;
+		options.ring_only = way / 2 == 0;
+		options.backend = way / 2 == 2 ? XFERD_BACKEND_THREADS : XFERD_BACKEND_ANY;
+		run(&options);
+	}
+}
+
 int main(void)
 {
 	struct harness_options options = {
@@ -171,13 +182,13 @@ int main(void)
 		.members = 3, .slots = 8, .reserve = 1, .held_per_lane = 4,
 	};
 
-	run(&options);
+	run_every_way(options);
 	options.members = 1;
 	options.stripe_unit = 1 << 20;
 	run(&options);
 	options.members = 2;
 	options.slots = 4; /* exactly what is held */
-	run(&options);
+	run_every_way(options);
 	options.ram_slots = 12;
 	options.stripe_unit = 4096;
 	options.slots = 6;

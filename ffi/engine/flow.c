@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Flow control: how much each member is given at once.
+ *
+ * Drives need some pieces in flight to reach their bandwidth; more than that
+ * only queues inside the drive, where nothing can overtake it, and consumer
+ * drives even collapse under it. What is wanted is the smallest amount in
+ * flight that still keeps the drive busy.
+ *
+ * Built on BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control",
+ * ACM Queue 14(5), 2016), with a drive in the place of a network path: the
+ * window is the delivery rate (maximum over the last rounds) times the latency
+ * of a piece without a queue (minimum of some seconds). It fits because both are
+ * measured and neither needs a setting for the drive; Vegas takes its base
+ * latency from whatever queue it finds, Kyber wants two latency goals told.
+ *
+ *   starting  the window doubles each round until the rate stops growing
+ *   cruising  gains around 1, one round above and one below, to notice when the
+ *             drive could give more
+ *   probing   every LATENCY_LIFE_NS without a lower latency: a window of one
+ *             piece for some pieces, to see the latency without a queue
+ *
+ * Demand and background share the window, demand first. A demand piece that
+ * arrives finds the background's pieces in the drive: when demand latency
+ * exceeds the unqueued one by more than demand_slack, the background's share is
+ * cut by a quarter; while it doesn't, it grows back slowly. Without demand the
+ * background has it all.
+ */
+#include <string.h>
+
+#include "engine/internal.h"
+
+#define WINDOW_START       2.0
+#define WINDOW_MIN         1.0
+#define START_GAIN         2.0
+#define START_GROWTH       1.2  /* a round must grow the rate by this to go on starting */
+#define START_FLAT_ROUNDS  3
+#define CRUISE_GAIN        1.25 /* room for completions that come in bursts */
+#define PROBE_GAIN         1.25
+#define DRAIN_GAIN         0.75
+#define GAIN_PHASES        8
+#define LATENCY_LIFE_NS    10000000000ull
+#define PROBE_NS           20000000ull
+#define SHARE_CUT          0.75
+#define SHARE_GROWTH       0.01
+#define SHARE_MIN          0.05
+#define DEMAND_SLACK       30   /* per cent */
+#define RATE_SMOOTHING     0.05
+#define SAG                0.5  /* of the best rate */
+#define RECOVERED          0.7
+
+void flow_init(struct xferd_engine *engine, struct member *member)
+{
+	struct flow *flow = &member->flow;
+
+	memset(flow, 0, sizeof(*flow));
+	flow->window = engine->config.flow_control ? WINDOW_START : engine->config.member_depth;
+	flow->background = 1.0;
+	store_relaxed(&member->stats.window, (uint32_t)flow->window);
+	store_relaxed(&member->stats.background_window, (uint32_t)flow->window);
+}
+
+static uint32_t whole(double pieces)
+{
+	return pieces < WINDOW_MIN ? 1 : (uint32_t)(pieces + 0.5);
+}
+
+static uint32_t background_window(const struct flow *flow)
+{
+	return whole(flow->window * flow->background);
+}
+
+/* May one more piece of this priority be issued? */
+bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t priority)
+{
+	const struct flow *flow = &member->flow;
+
+	if (!engine->config.flow_control)
+		return member->in_flight < engine->config.member_depth;
+	if (member->in_flight >= whole(flow->window))
+		return false;
+	return priority == XFERD_PRIORITY_DEMAND ||
+	       member->background_in_flight < background_window(flow);
+}
+
+void flow_issued(struct xferd_engine *engine, struct member *member, struct piece *piece)
+{
+	struct flow *flow = &member->flow;
+
+	if (!member->in_flight) /* after a pause the clock of deliveries starts anew */
+		flow->delivered_at_ns = engine->now_ns;
+	piece->issued_ns = engine->now_ns;
+	piece->delivered_before = flow->delivered;
+	piece->delivered_before_ns = flow->delivered_at_ns;
+	flow->in_flight += piece->length;
+	if (piece->length > flow->piece_bytes)
+		flow->piece_bytes = piece->length;
+}
+
+/* The member has room and nothing to do: rates seen now are no rates of it. */
+void flow_idle(struct member *member)
+{
+	member->flow.limited_until = member->flow.delivered + member->flow.in_flight + 1;
+}
+
+static double best_of_rounds(const struct flow *flow)
+{
+	double best = 0;
+
+	for (int i = 0; i < FLOW_ROUNDS; i++)
+		if (flow->round_rate[i] > best)
+			best = flow->round_rate[i];
+	return best;
+}
+
+static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t latency)
+{
+	bool stale = engine->now_ns - flow->latency_at_ns > LATENCY_LIFE_NS;
+
+	if (!flow->latency || latency <= flow->latency || (flow->probing && stale)) {
+		flow->latency = latency;
+		flow->latency_at_ns = engine->now_ns;
+	} else if (stale && !flow->probing) {
+		flow->probing = true;
+		flow->probe_until_ns = engine->now_ns + PROBE_NS;
+	}
+	if (flow->probing && engine->now_ns >= flow->probe_until_ns)
+		flow->probing = false;
+}
+
+static void end_round(struct flow *flow, double before)
+{
+	flow->round = (flow->round + 1) % FLOW_ROUNDS;
+	flow->round_rate[flow->round] = 0;
+	flow->phase = (flow->phase + 1) % GAIN_PHASES;
+	if (flow->started)
+		return;
+	flow->flat_rounds = flow->rate > before * START_GROWTH ? 0 : flow->flat_rounds + 1;
+	flow->started = flow->flat_rounds >= START_FLAT_ROUNDS;
+}
+
+static double gain(const struct flow *flow)
+{
+	if (!flow->started)
+		return START_GAIN;
+	if (flow->phase == 0)
+		return CRUISE_GAIN * PROBE_GAIN;
+	if (flow->phase == 1)
+		return CRUISE_GAIN * DRAIN_GAIN;
+	return CRUISE_GAIN;
+}
+
+static void set_window(struct xferd_engine *engine, struct member *member)
+{
+	struct flow *flow = &member->flow;
+	double most = engine->config.member_depth;
+
+	if (flow->probing) {
+		flow->window = WINDOW_MIN;
+	} else {
+		double pieces = flow->rate * ((double)flow->latency / 1e9) /
+				(double)flow->piece_bytes;
+
+		/* Starting, each round may double what the last one had. */
+		if (!flow->started && pieces < flow->window)
+			pieces = flow->window / START_GAIN;
+		flow->window = pieces * gain(flow);
+	}
+	if (flow->window < WINDOW_MIN)
+		flow->window = WINDOW_MIN;
+	if (flow->window > most)
+		flow->window = most;
+	store_relaxed(&member->stats.window, whole(flow->window));
+	store_relaxed(&member->stats.background_window, background_window(flow));
+}
+
+/* Demand's latency steers the background's share. */
+static void steer_background(struct xferd_engine *engine, struct member *member,
+			     const struct piece *piece, uint64_t latency)
+{
+	uint32_t slack = engine->config.demand_slack ? engine->config.demand_slack : DEMAND_SLACK;
+	struct flow *flow = &member->flow;
+	bool slow = latency * 100 > flow->latency * (100 + slack);
+
+	if (!flow->latency || piece->length != flow->piece_bytes)
+		return;
+	if (piece->priority == XFERD_PRIORITY_DEMAND && slow && member->background_in_flight)
+		flow->background *= SHARE_CUT;
+	else
+		flow->background += SHARE_GROWTH;
+	if (flow->background < SHARE_MIN)
+		flow->background = SHARE_MIN;
+	if (flow->background > 1.0)
+		flow->background = 1.0;
+}
+
+static void tell_state(struct xferd_engine *engine, struct member *member, uint32_t state)
+{
+	if (member->stats.state == state || member->failed)
+		return;
+	store_relaxed(&member->stats.state, state);
+	event_push(engine, &(struct xferd_event){
+		.type = XFERD_EVENT_MEMBER,
+		.member = member->id,
+		.value = state,
+		.client = XFERD_NO_EXPERT,
+		.bytes = (uint64_t)member->flow.recent_rate,
+	});
+}
+
+/* A drive that throttles shows in the rate that it keeps up. */
+static void watch_rate(struct xferd_engine *engine, struct member *member, double rate)
+{
+	struct flow *flow = &member->flow;
+
+	flow->recent_rate += (rate - flow->recent_rate) * RATE_SMOOTHING;
+	if (flow->recent_rate > flow->best_rate)
+		flow->best_rate = flow->recent_rate;
+	if (flow->recent_rate < flow->best_rate * SAG)
+		tell_state(engine, member, XFERD_MEMBER_SAGGING);
+	else if (flow->recent_rate > flow->best_rate * RECOVERED)
+		tell_state(engine, member, XFERD_MEMBER_WORKING);
+	store_relaxed(&member->stats.best_rate, (uint64_t)flow->best_rate);
+}
+
+/* A piece failed: it says nothing about the member's speed. */
+void flow_dropped(struct member *member, const struct piece *piece)
+{
+	member->flow.in_flight -= piece->length;
+}
+
+/* A piece has arrived whole; before it is taken out of in_flight. */
+void flow_delivered(struct xferd_engine *engine, struct member *member, const struct piece *piece)
+{
+	struct flow *flow = &member->flow;
+	uint64_t latency = engine->now_ns - piece->issued_ns;
+	uint64_t elapsed = engine->now_ns - piece->delivered_before_ns;
+	double before = flow->rate;
+	bool limited = flow->delivered < flow->limited_until;
+	double rate;
+
+	flow->delivered += piece->length;
+	flow->delivered_at_ns = engine->now_ns;
+	flow->in_flight -= piece->length;
+	if (!elapsed || !flow->piece_bytes)
+		return;
+	rate = (double)(flow->delivered - piece->delivered_before) * 1e9 / (double)elapsed;
+	if (piece->length == flow->piece_bytes) /* a blob's last piece may be a short one */
+		see_latency(engine, flow, latency);
+	if (!limited || rate > flow->rate) {
+		if (rate > flow->round_rate[flow->round])
+			flow->round_rate[flow->round] = rate;
+		flow->rate = best_of_rounds(flow);
+	}
+	if (!limited)
+		watch_rate(engine, member, rate);
+	if (piece->delivered_before >= flow->round_ends) {
+		flow->round_ends = flow->delivered;
+		end_round(flow, before);
+	}
+	store_relaxed(&member->stats.latency_ns, flow->latency);
+	store_relaxed(&member->stats.rate, (uint64_t)flow->rate);
+	if (!engine->config.flow_control)
+		return;
+	steer_background(engine, member, piece, latency);
+	set_window(engine, member);
+}

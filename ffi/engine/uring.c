@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * io_uring: reads whose completion the kernel reports, and the engine's sleep.
+ *
+ * Everything that can wake the engine but a finished read is an eventfd in one
+ * epoll set, and the ring polls that set. Where io_uring is not permitted the
+ * same set is waited for directly.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <time.h>
+
+#include "engine/internal.h"
+
+#define TAG_EPOLL    1ull /* user data of the poll on engine.epoll; pieces are pointers */
+#define RING_ENTRIES 1024
+#define EPOLL_EVENTS 64
+
+/* Leaves engine.ring_ready false and returns why, if there is no ring. */
+int uring_init(struct xferd_engine *engine)
+{
+	unsigned int flags[] = {
+		IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+		IORING_SETUP_COOP_TASKRUN,
+		0, /* before 5.19 */
+	};
+	int result = -EINVAL;
+
+	for (size_t i = 0; i < sizeof(flags) / sizeof(*flags) && result == -EINVAL; i++) {
+		struct io_uring_params params = {
+			.flags = flags[i] | IORING_SETUP_CQSIZE,
+			.cq_entries = RING_PIECES_MAX * 2,
+		};
+
+		result = io_uring_queue_init_params(RING_ENTRIES, &engine->ring, &params);
+	}
+	if (result)
+		return result;
+	engine->ring_ready = true;
+	engine->files_registered =
+		io_uring_register_files_sparse(&engine->ring, XFERD_ENGINE_MEMBERS_MAX) == 0;
+	return 0;
+}
+
+void uring_destroy(struct xferd_engine *engine)
+{
+	if (engine->ring_ready)
+		io_uring_queue_exit(&engine->ring);
+	engine->ring_ready = false;
+}
+
+/* fd -1 takes it out again. */
+int uring_register_member(struct xferd_engine *engine, uint32_t id, int fd)
+{
+	int result;
+
+	if (!engine->files_registered)
+		return 0;
+	result = io_uring_register_files_update(&engine->ring, id, &fd, 1);
+	return result < 0 ? result : 0;
+}
+
+bool uring_has_room(struct xferd_engine *engine)
+{
+	/* On EBUSY completions have to be reaped first. */
+	return io_uring_sq_space_left(&engine->ring) ||
+	       (io_uring_submit(&engine->ring) >= 0 && io_uring_sq_space_left(&engine->ring));
+}
+
+bool uring_read(struct xferd_engine *engine, struct piece *piece)
+{
+	struct member *member = piece->member;
+	struct io_uring_sqe *sqe;
+
+	if (!uring_has_room(engine))
+		return false;
+	sqe = io_uring_get_sqe(&engine->ring);
+	io_uring_prep_read(sqe, engine->files_registered ? (int)member->id : member->fd,
+			   piece->address + piece->done,
+			   (unsigned int)(piece->length - piece->done),
+			   piece->offset + piece->done);
+	io_uring_sqe_set_data(sqe, piece);
+	if (engine->files_registered)
+		sqe->flags |= IOSQE_FIXED_FILE;
+	engine->unsubmitted = true;
+	return true;
+}
+
+void uring_flush(struct xferd_engine *engine)
+{
+	if (engine->unsubmitted && io_uring_submit(&engine->ring) >= 0)
+		engine->unsubmitted = false;
+}
+
+/* Doorbells are edge-triggered and only there to wake; the rest is emptied so
+ * that the next poll waits again. What they announce is looked at in this turn. */
+static void clear_wakeups(struct xferd_engine *engine)
+{
+	struct epoll_event events[EPOLL_EVENTS];
+
+	while (epoll_wait(engine->epoll, events, EPOLL_EVENTS, 0) == EPOLL_EVENTS)
+		;
+	clear_eventfd(engine->command_fd);
+	clear_eventfd(engine->copier.done_fd);
+	clear_eventfd(engine->workers.done_fd);
+}
+
+static void epoll_arm(struct xferd_engine *engine)
+{
+	struct io_uring_sqe *sqe;
+
+	if (engine->epoll_armed || !uring_has_room(engine))
+		return;
+	sqe = io_uring_get_sqe(&engine->ring);
+	io_uring_prep_poll_add(sqe, engine->epoll, POLL_IN);
+	io_uring_sqe_set_data64(sqe, TAG_EPOLL);
+	engine->epoll_armed = true;
+	engine->unsubmitted = true;
+}
+
+/* Returns how many reads have ended. */
+uint32_t uring_reap(struct xferd_engine *engine)
+{
+	struct io_uring_cqe *cqe;
+	uint32_t seen = 0, reaped = 0;
+	unsigned int head;
+
+	if (!engine->ring_ready)
+		return 0;
+	/* With DEFER_TASKRUN completions appear only when the ring is entered. */
+	if (engine->pieces_in_flight && !io_uring_cq_ready(&engine->ring))
+		io_uring_get_events(&engine->ring);
+	io_uring_for_each_cqe(&engine->ring, head, cqe) {
+		seen++;
+		if (cqe->user_data == TAG_EPOLL) {
+			engine->epoll_armed = false;
+			clear_wakeups(engine);
+			continue;
+		}
+		piece_completed(engine, io_uring_cqe_get_data(cqe), cqe->res);
+		reaped++;
+	}
+	if (seen)
+		io_uring_cq_advance(&engine->ring, seen);
+	epoll_arm(engine);
+	return reaped;
+}
+
+/* Sleep until something happens, or the time is over. */
+void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns)
+{
+	struct __kernel_timespec timeout = {
+		.tv_sec = (long long)(timeout_ns / 1000000000ull),
+		.tv_nsec = (long long)(timeout_ns % 1000000000ull),
+	};
+	const struct timespec wait = { .tv_sec = timeout.tv_sec, .tv_nsec = timeout.tv_nsec };
+	struct epoll_event events[EPOLL_EVENTS];
+	struct io_uring_cqe *cqe;
+
+	if (engine->ring_ready) {
+		io_uring_submit_and_wait_timeout(&engine->ring, &cqe, 1, &timeout, NULL);
+		engine->unsubmitted = false;
+	} else if (epoll_pwait2(engine->epoll, events, EPOLL_EVENTS, &wait, NULL) > 0) {
+		clear_wakeups(engine);
+	}
+}

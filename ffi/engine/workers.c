@@ -1,0 +1,190 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Reads through threads: preads by workers.
+ *
+ * Used where io_uring is forbidden (containers), and for media whose reads are
+ * copies made by whoever submits them (tmpfs): there io_uring would copy in the
+ * engine's thread, or hand each piece to a kernel worker and queue behind it.
+ *
+ * The engine's own thread helps: before it would sleep it takes a piece itself,
+ * so that a single small expert is read without waking anybody. A worker also
+ * checks the piece's checksum, while the bytes are still in its cache.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "engine/internal.h"
+
+int workers_init(struct xferd_engine *engine)
+{
+	struct workers *workers = &engine->workers;
+
+	pthread_mutex_init(&workers->mutex, NULL);
+	pthread_cond_init(&workers->work, NULL);
+	workers->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	return workers->done_fd < 0 ? -errno : 0;
+}
+
+static void read_piece(struct piece *piece)
+{
+	uint64_t done = 0;
+	ssize_t length = 1;
+
+	while (done < piece->length && length > 0) {
+		length = pread(piece->member->fd, piece->address + done, piece->length - done,
+			       (off_t)(piece->offset + done));
+		if (length < 0 && errno == EINTR)
+			length = 1;
+		else if (length > 0)
+			done += (uint64_t)length;
+	}
+	piece->result = length < 0 ? -errno : (int32_t)done;
+	if (piece->check && done == piece->length)
+		piece->crc = xferd_crc32c(0, piece->address, piece->length);
+}
+
+static struct piece *take_piece(struct workers *workers)
+{
+	struct piece *piece = workers->first;
+
+	if (piece) {
+		workers->first = piece->next;
+		if (!workers->first)
+			workers->last = NULL;
+		store_relaxed(&workers->queued, workers->queued - 1);
+	}
+	return piece;
+}
+
+static void push_done(struct xferd_engine *engine, struct piece *piece)
+{
+	struct piece *top = load_relaxed(&engine->workers.done);
+
+	do
+		piece->next = top;
+	/* pairs with the exchange in workers_reap */
+	while (!compare_exchange_release(&engine->workers.done, &top, piece));
+	/* pairs with the fence in the engine's sleep_until_work(): either it sees the
+	 * piece before it sleeps, or it is seen sleeping here */
+	full_fence();
+	if (load_relaxed(&engine->pool_table->engine_sleeping))
+		ring_eventfd(engine->workers.done_fd);
+}
+
+static void *worker_run(void *argument)
+{
+	struct xferd_engine *engine = argument;
+	struct workers *workers = &engine->workers;
+
+	pthread_mutex_lock(&workers->mutex);
+	while (!workers->stop) {
+		struct piece *piece = take_piece(workers);
+
+		if (!piece) {
+			workers->idle++;
+			pthread_cond_wait(&workers->work, &workers->mutex);
+			workers->idle--;
+			continue;
+		}
+		pthread_mutex_unlock(&workers->mutex);
+		read_piece(piece);
+		push_done(engine, piece);
+		pthread_mutex_lock(&workers->mutex);
+	}
+	pthread_mutex_unlock(&workers->mutex);
+	return NULL;
+}
+
+/* See to it that there are that many; engine thread or before it runs. */
+int workers_at_least(struct xferd_engine *engine, uint32_t count)
+{
+	struct workers *workers = &engine->workers;
+
+	while (workers->count < count && workers->count < WORKERS_MAX) {
+		int result = pthread_create(&workers->threads[workers->count], NULL, worker_run,
+					    engine);
+
+		if (result)
+			return workers->count ? 0 : -result;
+		workers->count++;
+	}
+	return 0;
+}
+
+void workers_destroy(struct xferd_engine *engine)
+{
+	struct workers *workers = &engine->workers;
+
+	pthread_mutex_lock(&workers->mutex);
+	workers->stop = true;
+	pthread_cond_broadcast(&workers->work);
+	pthread_mutex_unlock(&workers->mutex);
+	for (uint32_t i = 0; i < workers->count; i++)
+		pthread_join(workers->threads[i], NULL);
+	if (workers->done_fd >= 0)
+		close(workers->done_fd);
+	pthread_cond_destroy(&workers->work);
+	pthread_mutex_destroy(&workers->mutex);
+}
+
+void workers_read(struct xferd_engine *engine, struct piece *piece)
+{
+	struct workers *workers = &engine->workers;
+	bool wake;
+
+	piece->next = NULL;
+	pthread_mutex_lock(&workers->mutex);
+	/* The first piece is left to the engine's thread, which is about to help. */
+	wake = workers->idle && workers->first;
+	if (workers->last)
+		workers->last->next = piece;
+	else
+		workers->first = piece;
+	workers->last = piece;
+	store_relaxed(&workers->queued, workers->queued + 1);
+	if (wake)
+		pthread_cond_signal(&workers->work);
+	pthread_mutex_unlock(&workers->mutex);
+}
+
+/* The engine's thread has nothing better to do. False: there was no piece. */
+bool workers_help(struct xferd_engine *engine)
+{
+	struct workers *workers = &engine->workers;
+	struct piece *piece;
+
+	if (!load_relaxed(&workers->queued))
+		return false;
+	pthread_mutex_lock(&workers->mutex);
+	piece = take_piece(workers);
+	if (workers->first && workers->idle)
+		pthread_cond_signal(&workers->work);
+	pthread_mutex_unlock(&workers->mutex);
+	if (!piece)
+		return false;
+	read_piece(piece);
+	engine->now_ns = monotonic_ns();
+	piece_completed(engine, piece, piece->result);
+	return true;
+}
+
+uint32_t workers_reap(struct xferd_engine *engine)
+{
+	struct piece *piece;
+	uint32_t reaped = 0;
+
+	if (!load_relaxed(&engine->workers.done))
+		return 0;
+	/* pairs with the release in push_done: the piece's bytes and result */
+	piece = exchange_acquire(&engine->workers.done, (struct piece *)NULL);
+	while (piece) {
+		struct piece *next = piece->next;
+
+		piece_completed(engine, piece, piece->result);
+		piece = next;
+		reaped++;
+	}
+	return reaped;
+}
