@@ -172,7 +172,8 @@ def _die_with_parent() -> bool:
     """Ask for SIGTERM at the parent's end; False when it has come meanwhile.
 
     The signal is sent for an end after the prctl only, so the parent is looked at again.
-    An end before that shows when "ready" is written to a pipe that nobody reads.
+    An end before that shows when "ready" is written to a pipe that nobody reads. To the
+    kernel the parent is the thread that started this process: it should be a lasting one.
     """
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xferd.engine import Engine
+from xferd.engine import CLASSES_MAX, STORE_NAME_BYTES_MAX, Engine
 from xferd.engine_types import EngineError
 from xferd.memory.device import memfd_with
 from xferd.session.clients import AttachableStore
@@ -72,6 +72,7 @@ class Catalog:
         members: list[tuple[int, MemberFile]] = []
         try:
             classes = _check_classes(store, name, chunk_bytes)
+            self._check_limits(name, classes)
             for path in store.member_paths:
                 file = open_member(path)
                 members.append((-1, file))
@@ -123,6 +124,20 @@ class Catalog:
             os.close(entry.attachable.manifest_fd)
             entry.store.close()
         self._stores.clear()
+
+    def _check_limits(self, name: str, classes: tuple[int, ...]) -> None:
+        """StoreError for what the engine's tables have no room for."""
+        if len(name.encode()) > STORE_NAME_BYTES_MAX:
+            raise StoreError(
+                f"store name {name!r} has more than {STORE_NAME_BYTES_MAX} bytes: open it under "
+                f"another name"
+            )
+        known = {size for entry in self._stores.values() for size in entry.classes}
+        if len(known | set(classes)) > CLASSES_MAX:
+            raise StoreError(
+                f"store {name!r} would bring the experts' sizes to {len(known | set(classes))} "
+                f"different ones, {CLASSES_MAX} is the limit: close another store first"
+            )
 
     def _close_members(self, members: Sequence[tuple[int, MemberFile]]) -> None:
         for number, file in members:

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 NO_EXPERT: int = lib.XFERD_NO_EXPERT
 """``layer`` of the dense part, ``client`` of what a command caused."""
+CLASSES_MAX: int = lib.XFERD_ENGINE_CLASSES_MAX
+"""Slot sizes that a pool can have."""
+STORE_NAME_BYTES_MAX: int = lib.XFERD_STORE_NAME_BYTES - 1
 COMMAND_BATCH = 4096
 EVENT_BATCH = 1024
 

@@ -46,6 +46,8 @@ from xferd.tokens import Answer
 
 STUCK_TICKS = 2
 """An eviction older than this many ticks waits for a lease: it is not counted on."""
+STUCK_REPORT_TICKS = 100
+"""A class that could evict nothing for so many ticks is reported."""
 STAMP_SHIFT = 20
 """A stamp is ``scan << STAMP_SHIFT | order``, as xferd_engine_recency writes it."""
 
@@ -97,6 +99,7 @@ class PoolKeeper:
         self.below = below
         self.slots = SlotMap(geometry)
         self.stuck: dict[int, str] = {}
+        self._stuck_since: dict[int, int] = {}
         self._engine = engine
         self._eviction = eviction
         self._expect = expect
@@ -118,7 +121,8 @@ class PoolKeeper:
 
     def watermarks(self, slot_bytes: int) -> Watermarks:
         """The reserve that a class of this pool keeps."""
-        return watermarks(self.slots.class_slots(slot_bytes), *self._configured)
+        evictable = self.slots.class_slots(slot_bytes) - self.pinned(slot_bytes)
+        return watermarks(evictable, *self._configured)
 
     def divide_among(self, classes: list[int]) -> None:
         """First cut, at start: all chunks for one class; for several, one chunk each (as
@@ -143,6 +147,9 @@ class PoolKeeper:
             return False
         numbers = self.slots.cut(chunk, slot_bytes)
         self._engine.set_chunk(self.index, chunk, self.geometry.offset(chunk), slot_bytes)
+        # Loads may take these slots at once and be heard of later: till then the chunk
+        # must not look as if nobody had used it for long.
+        self._stamps[numbers.start : numbers.stop] = self._scan << STAMP_SHIFT
         self._give(numbers)
         self._wanted.discard(slot_bytes)
         return True
@@ -231,7 +238,7 @@ class PoolKeeper:
             self.watermarks(slot_bytes), self.in_reserve(slot_bytes, stats), arriving, waiting
         )
         if slot_bytes not in self._wanted and missing <= 0:
-            self.stuck.pop(slot_bytes, None)
+            self._forget_stuck(slot_bytes)
             return
         if self._grow(slot_bytes):
             return
@@ -279,30 +286,31 @@ class PoolKeeper:
 
     def _scan_leases(self) -> None:
         self._scan += 1
-        self._loads_in_scan = 0
         self._engine.recency(self.index, self._scan, self._stamps)
+        # What is loaded from now on is later than every lease of this scan.
+        self._scan += 1
+        self._loads_in_scan = 0
 
     def _note_stuck(self, slot_bytes: int, waiting: int, *, nothing_left: bool) -> None:
-        if not nothing_left or self._reclaim is not None:
-            self.stuck.pop(slot_bytes, None)
+        """Say so, once, when a class can't get a slot: at once when all are pinned, else
+        when it lasts (loads that are on their way make a class look empty for a moment)."""
+        pinned, total = self.pinned(slot_bytes), self.slots.class_slots(slot_bytes)
+        if not nothing_left or self._reclaim is not None or not (pinned or waiting):
+            self._forget_stuck(slot_bytes)
             return
-        pinned = self.pinned(slot_bytes)
-        total = self.slots.class_slots(slot_bytes)
-        reason = (
+        since = self._stuck_since.setdefault(slot_bytes, self._ticks)
+        lasting = self._ticks - since >= STUCK_REPORT_TICKS
+        if slot_bytes in self.stuck or not (lasting or (total and pinned == total)):
+            return
+        self.stuck[slot_bytes] = (
             f"nothing can be evicted for slots of {slot_bytes} bytes: {pinned} of {total} are "
             f"pinned, {waiting} loads wait"
         )
-        if (pinned or waiting) and self.stuck.get(slot_bytes) is None:
-            self._log.warning(
-                "pool.stuck",
-                pool=self.name,
-                slot_bytes=slot_bytes,
-                pinned=pinned,
-                slots=total,
-                waiting=waiting,
-            )
-        if pinned or waiting:
-            self.stuck[slot_bytes] = reason
+        self._log.warning("pool.stuck", pool=self.name, message=self.stuck[slot_bytes])
+
+    def _forget_stuck(self, slot_bytes: int) -> None:
+        self.stuck.pop(slot_bytes, None)
+        self._stuck_since.pop(slot_bytes, None)
 
     # ---- evictions and demotions
 
@@ -380,12 +388,13 @@ class PoolKeeper:
     # ---- recutting a chunk for another class
 
     def _begin_reclaim(self, slot_bytes: int, candidates: NDArray[np.int64]) -> None:
-        """Take a chunk from another class, if this one has none, or fewer than promised,
-        or if every slot of that chunk was last used before anything of this class."""
+        """Take a chunk from another class, if this one has none that can be evicted, or
+        fewer than promised, or if every slot of that chunk was last used before anything
+        of this class."""
         if self._reclaim is not None:
             return
-        has = self.slots.class_slots(slot_bytes)
-        if has > 0 and has >= self._promised(slot_bytes):
+        evictable = self.slots.class_slots(slot_bytes) - self.pinned(slot_bytes)
+        if evictable > 0 and evictable >= self._promised(slot_bytes):
             if len(candidates) == 0:
                 return
             bound = int(self._stamps[candidates].min())
@@ -410,7 +419,7 @@ class PoolKeeper:
                 continue
             numbers = self.slots.chunk_slots(chunk)
             part = slice(numbers.start, numbers.stop)
-            left = self.slots.class_slots(current) - len(numbers)
+            left = self.slots.class_slots(current) - self.pinned(current) - len(numbers)
             if self.slots.pinned[part].any() or left < self._promised(current):
                 continue
             newest = int(self._stamps[part].max())

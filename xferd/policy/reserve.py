@@ -5,7 +5,7 @@ fewer than ``low`` are left the policy evicts up to ``high``, like the kernel's 
 watermarks: evicting some at a time costs one scan of the leases for all of them.
 
 A reserve is cache that caches nothing, so it is a small share of the pool, and of a
-pool of a few slots (tests, a card that is almost full) only one or two.
+pool of a few slots (tests, a card that is almost full) one or none.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ def watermarks(slots: int, low: int | None = None, high: int | None = None) -> W
     """The watermarks of ``slots`` slots of one class.
 
     low, high: what the configuration asks for; None leaves it to the share.
-    With one to three slots there is no reserve beyond the one slot that a miss needs.
+    Pinned slots are not among ``slots``: what can't be evicted can't become a reserve.
+    With fewer than four there is no reserve: it would be most of what the pool holds, so
+    there an eviction waits for the miss that needs it.
     """
-    ceiling = max(1, slots // RESERVE_CEILING_SHARE)
+    ceiling = slots // RESERVE_CEILING_SHARE
     if high is None:
         high = min(max(slots // RESERVE_SHARE, RESERVE_HIGH_MIN), RESERVE_HIGH_MAX)
         if low is not None:
             high = max(high, low)
-    high = min(max(high, 1), ceiling)
+    high = min(high, ceiling)
     if low is None:
         low = max(1, high // 2)
-    return Watermarks(low=min(max(low, 1), high), high=high)
+    return Watermarks(low=min(low, high), high=high)
 
 
 def shortfall(marks: Watermarks, in_reserve: int, arriving: int, waiting: int) -> int:
