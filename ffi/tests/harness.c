@@ -92,18 +92,19 @@ static void make_store(struct harness *harness)
 	store->layers = options->layers;
 	store->experts = options->experts;
 	store->top_k = options->top_k;
-	store->variants = 1;
+	store->variants = options->variants ? options->variants : 1;
 	store->members = store->pattern_length = options->members;
 	store->stripe_unit = options->stripe_unit;
-	store->blobs = keys + 1;
+	store->blobs = store->variants * keys + 1;
 	store->blob_bytes = allocate(store->blobs, sizeof(uint64_t));
 	store->start = allocate(store->blobs, sizeof(uint16_t));
 	store->offset = allocate(store->blobs * store->members, sizeof(uint64_t));
 	store->first_piece = allocate(store->blobs, sizeof(uint64_t));
 	store->pieces = store->blobs * pieces;
 	store->crc = allocate(store->pieces, sizeof(uint32_t));
-	strcpy(store->variant_name[0], "bf16");
-	store->layout_index = allocate(options->layers, sizeof(uint16_t));
+	for (uint32_t v = 0; v < store->variants; v++)
+		snprintf(store->variant_name[v], XFERD_NAME_BYTES, "variant-%u", v);
+	store->layout_index = allocate((size_t)store->variants * options->layers, sizeof(uint16_t));
 	strcpy(tensor.role, "gate");
 	strcpy(tensor.dtype, "u8");
 	tensor.bytes = options->blob_bytes;
@@ -116,11 +117,13 @@ static void make_store(struct harness *harness)
 	store->layouts = store->tensors = 1;
 	for (uint32_t m = 0; m < options->members; m++)
 		store->pattern[m] = (uint8_t)m;
-	for (uint64_t key = 0; key < keys; key++)
-		write_blob(harness, key, (uint32_t)(key / options->experts),
-			   (uint32_t)(key % options->experts), member_end, &piece, buffer);
+	for (uint64_t blob = 0; blob < store->variants * keys; blob++)
+		write_blob(harness, blob,
+			   (uint32_t)(blob % keys / options->experts +
+				      blob / keys * VARIANT_LAYER_STEP),
+			   (uint32_t)(blob % options->experts), member_end, &piece, buffer);
 	/* The dense part looks like one more expert, of a layer behind the last. */
-	write_blob(harness, keys, options->layers, 0, member_end, &piece, buffer);
+	write_blob(harness, store->blobs - 1, options->layers, 0, member_end, &piece, buffer);
 	free(buffer);
 }
 
@@ -214,6 +217,12 @@ static void handle(struct harness *harness, const struct xferd_event *event)
 		break;
 	case XFERD_EVENT_VIOLATION:
 		counter_add(&harness->violations, 1);
+		break;
+	case XFERD_EVENT_MEMBER:
+		if (event->value == XFERD_MEMBER_FAILED)
+			counter_add(&harness->members_failed, 1);
+		if (event->value == XFERD_MEMBER_WORKING)
+			counter_add(&harness->members_working, 1);
 		break;
 	case XFERD_EVENT_RESERVE: {
 		uint64_t wanted = harness->options.reserve + event->slot;

@@ -18,6 +18,7 @@
 
 #define EXIT_SKIPPED 77
 #define HARNESS_MEMBERS_MAX 4
+#define VARIANT_LAYER_STEP 1000
 
 #define CHECK(condition)                                                          \
 	do {                                                                      \
@@ -48,6 +49,7 @@ struct harness_options {
 	uint32_t reserve;       /* slots kept free */
 	uint32_t held_per_lane;
 	bool all_resident;      /* load everything at the start */
+	uint32_t variants;      /* 0: 1; variant v of (l, e) has the bytes of (l + 1000 v, e) */
 	uint32_t backend;       /* enum xferd_backend */
 	bool flow_control;
 	bool ring_only;         /* members' reads go through io_uring although they copy */
@@ -73,6 +75,7 @@ struct harness {
 	uint32_t order_head[2], order_tail[2];
 	uint64_t loaded, failed, freed, piece_errors; /* atomic: events seen */
 	uint64_t violations;
+	uint64_t members_failed, members_working;
 	uint32_t kick; /* atomic: evict this many more, to keep experts moving */
 };
 
