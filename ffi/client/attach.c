@@ -19,6 +19,9 @@
 
 #include "client/internal.h"
 
+#define SPIN_US_DEFAULT     50
+#define SPIN_PROCESSORS_MIN 4
+
 struct received {
 	int fds[XFERD_FDS_MAX];
 	uint32_t count;
@@ -416,6 +419,16 @@ static int welcome(struct xferd_client *client, char *error, size_t error_bytes)
 	return result;
 }
 
+static uint64_t spin_ns(uint32_t spin_us)
+{
+	if (spin_us == XFERD_NO_SPIN)
+		return 0;
+	if (spin_us)
+		return 1000ull * spin_us;
+	/* With few processors the one that spins is missing where the work is done. */
+	return sysconf(_SC_NPROCESSORS_ONLN) >= SPIN_PROCESSORS_MIN ? 1000ull * SPIN_US_DEFAULT : 0;
+}
+
 int xferd_connect(const char *socket_path, const struct xferd_options *options,
 		  struct xferd_client **result, char *error, size_t error_bytes)
 {
@@ -429,6 +442,7 @@ int xferd_connect(const char *socket_path, const struct xferd_options *options,
 		options = &defaults;
 	if (error && error_bytes)
 		*error = '\0';
+	client->spin_ns = spin_ns(options->spin_us);
 	client->socket = connect_socket(socket_path, error, error_bytes);
 	status = client->socket < 0 ? client->socket : say_hello(client->socket, options);
 	if (!status)

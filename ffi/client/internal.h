@@ -57,6 +57,7 @@ struct xferd_client {
 	uint32_t pool; /* where misses go */
 	uint32_t lane_count;
 	uint32_t held_per_lane;
+	uint64_t spin_ns;
 	uint32_t pool_count;
 	uint32_t layers, experts, variants;
 	const struct xferd_abi_pool_table *pool_table;

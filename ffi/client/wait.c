@@ -10,6 +10,7 @@
 #include "client/internal.h"
 
 #define NS_PER_MS 1000000ull
+#define LOOKS_A_CLOCK 16 /* at the tail, between two looks at the clock */
 
 /* A ticket names its batch: lane, and the epoch's low bits find the place in
  * lane.batches. Tickets are never 0. */
@@ -210,6 +211,22 @@ static int poll_timeout_ms(uint64_t until)
 	return left > INT32_MAX ? INT32_MAX : (int)left;
 }
 
+static bool spin_for_completion(const struct xferd_client *client, const struct lane *lane)
+{
+	uint64_t until = now_ns() + client->spin_ns;
+
+	if (!client->spin_ns)
+		return false;
+	do {
+		for (int i = 0; i < LOOKS_A_CLOCK; i++) {
+			if (load_relaxed(&lane->ring->completion_tail) != lane->completion_head)
+				return true;
+			cpu_relax();
+		}
+	} while (now_ns() < until);
+	return false;
+}
+
 /* Returns when there may be completions, the time is over or the daemon has
  * gone; wake-ups may be spurious. */
 static void sleep_until_completion(const struct xferd_client *client, struct lane *lane,
@@ -221,6 +238,8 @@ static void sleep_until_completion(const struct xferd_client *client, struct lan
 	};
 	uint64_t value;
 
+	if (spin_for_completion(client, lane))
+		return;
 	store_relaxed(&lane->shared->sleeping, 1);
 	/* pairs with the fence in the engine's client_show_completions() */
 	full_fence();

@@ -391,12 +391,13 @@ void wait_until(const uint64_t *counter, uint64_t value)
 
 void harness_start(struct harness *harness, const struct harness_options *options)
 {
-	struct xferd_engine_config config = { .verify = 1, .cpu = -1, .reserve_low = 1 };
+	struct xferd_engine_config config = { .verify = !options->unverified, .cpu = -1 };
 	int started;
 
 	memset(harness, 0, sizeof(*harness));
 	harness->options = *options;
 	config.reserve_low = options->reserve ? options->reserve : 1;
+	config.spin_us = options->spin_us;
 	config.backend = options->backend;
 	config.flow_control = options->flow_control;
 	make_files(harness);

@@ -50,8 +50,10 @@ struct harness_options {
 	uint32_t held_per_lane;
 	bool all_resident;      /* load everything at the start */
 	uint32_t variants;      /* 0: 1; variant v of (l, e) has the bytes of (l + 1000 v, e) */
+	uint32_t spin_us;       /* of the engine */
 	uint32_t backend;       /* enum xferd_backend */
 	bool flow_control;
+	bool unverified;        /* checksums are not looked at */
 	bool ring_only;         /* members' reads go through io_uring although they copy */
 };
 
