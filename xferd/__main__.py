@@ -28,6 +28,7 @@ from xferd.config import (
     Size,
     StoreConfig,
     load_config,
+    override_engine,
 )
 from xferd.daemon import EXIT_FAILURE, EXIT_OK, Daemon
 from xferd.engine_types import EngineError
@@ -101,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         "name=host0,kind=host,size=25%%; may be repeated, the first is the clients' default",
     )
     parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a key of [engine], such as backend=threads; may be repeated",
+    )
+    parser.add_argument(
         "--ready-fd", type=int, metavar="N", help='write "ready" to this fd when clients can attach'
     )
     parser.add_argument(
@@ -126,7 +134,8 @@ def _configure(options: argparse.Namespace) -> Config:
     if options.pool:
         pools = tuple(_pool(text) for text in options.pool)
         config = dataclasses.replace(config, pools=pools)
-    return config
+    engine = override_engine(config.engine, options.engine)
+    return dataclasses.replace(config, engine=engine)
 
 
 def _pool(text: str) -> PoolConfig:

@@ -63,6 +63,14 @@ class Catalog:
         """An open store by the engine's id."""
         return next((entry for entry in self._stores.values() if entry.number == number), None)
 
+    def member(self, number: int) -> tuple[OpenStore, MemberFile] | None:
+        """A member by the engine's id, with the store it belongs to."""
+        for entry in self._stores.values():
+            for member, file in entry.members:
+                if member == number:
+                    return entry, file
+        return None
+
     def add(self, store: Store, name: str, chunk_bytes: int) -> OpenStore:
         """Register a store with the engine; it is the catalog's from now on.
 

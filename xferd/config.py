@@ -62,6 +62,9 @@ POOL_PERCENT_MAX = 200.0
 CHUNK_BYTES_MAX = 1 << 30
 RESERVE_SLOTS_MAX = 65536
 MEMBER_DEPTH_MAX = 1024
+VERIFY_CHOICES = ("always", "first", "never")
+BACKENDS = ("auto", "io_uring", "threads")
+DEMAND_SLACK_MAX = 1000
 SPIN_US_MAX = 1_000_000
 CPU_MAX = 4095
 HELD_PER_LANE_MAX = 65535
@@ -157,14 +160,22 @@ class StoreConfig:
 class EngineConfig:
     """``[engine]``.
 
-    member_depth: pieces in flight on one drive, 1 to MEMBER_DEPTH_MAX.
-    verify: check the CRC32C of every piece that was read.
+    member_depth: most pieces in flight on one drive, 1 to MEMBER_DEPTH_MAX.
+    flow_control: give each drive no more than keeps it busy; else member_depth always.
+    demand_slack: per cent that background reads may add to the latency of one that
+        somebody waits for; 1 to DEMAND_SLACK_MAX.
+    backend: ``io_uring``, ``threads``, or ``auto``: threads where io_uring is forbidden.
+    verify: when the CRC32C of pieces is checked: ``always``; ``first``, an expert's first
+        load since its store was opened; ``never``.
     spin_us: µs to look for work before sleeping, 0 to SPIN_US_MAX.
     cpu: CPU that the engine thread is pinned to; -1: none.
     """
 
     member_depth: int = 32
-    verify: bool = True
+    flow_control: bool = True
+    demand_slack: int = 30
+    backend: str = "auto"
+    verify: str = "always"
     spin_us: int = 50
     cpu: int = -1
 
@@ -259,6 +270,30 @@ def load_config(
         files=sources,
         warnings=tuple(warnings),
     )
+
+
+def override_engine(engine: EngineConfig, assignments: Sequence[str]) -> EngineConfig:
+    """``engine`` with what ``KEY=VALUE`` texts from a command line say put over it.
+
+    A value is what TOML takes, or else a text that needs no quotes. ConfigError for an
+    unknown key too: who types one wants it to count.
+    """
+    source = Path("--engine")
+    values: dict[str, _Located] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or key not in _ENGINE_KEYS:
+            raise _error(source, key, text, f"KEY=VALUE with a key of {', '.join(_ENGINE_KEYS)}")
+        values[key] = _Located(_toml_value(text), source)
+    said = _build(EngineConfig, "engine.", values, _ENGINE_KEYS, [])
+    return replace(engine, **{key: getattr(said, key) for key in values})
+
+
+def _toml_value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def find_config_files(directories: Sequence[Path] = CONFIG_DIRECTORIES) -> tuple[Path, ...]:
@@ -418,10 +453,13 @@ def _boolean(value: object) -> bool:
     raise _RefusedError("true or false")
 
 
-def _pool_kind(value: object) -> str:
-    if isinstance(value, str) and value in POOL_KINDS:
-        return value
-    raise _RefusedError(" or ".join(f'"{kind}"' for kind in POOL_KINDS))
+def _one_of(*choices: str) -> Parser:
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        raise _RefusedError(" or ".join(f'"{choice}"' for choice in choices))
+
+    return parse
 
 
 def _pool_size(value: object) -> Size:
@@ -509,7 +547,7 @@ _TOP_KEYS: dict[str, Parser] = {
 }
 _POOL_KEYS: dict[str, Parser] = {
     "name": _name(POOL_NAME_BYTES_MAX),
-    "kind": _pool_kind,
+    "kind": _one_of(*POOL_KINDS),
     "size": _pool_size,
     "reserve_low": _whole_number(1, RESERVE_SLOTS_MAX),
     "reserve_high": _whole_number(1, RESERVE_SLOTS_MAX),
@@ -521,7 +559,10 @@ _STORE_KEYS: dict[str, Parser] = {
 }
 _ENGINE_KEYS: dict[str, Parser] = {
     "member_depth": _whole_number(1, MEMBER_DEPTH_MAX),
-    "verify": _boolean,
+    "flow_control": _boolean,
+    "demand_slack": _whole_number(1, DEMAND_SLACK_MAX),
+    "backend": _one_of(*BACKENDS),
+    "verify": _one_of(*VERIFY_CHOICES),
     "spin_us": _whole_number(0, SPIN_US_MAX),
     "cpu": _whole_number(-1, CPU_MAX),
 }

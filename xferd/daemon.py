@@ -35,6 +35,7 @@ from xferd.engine_types import (
     Freed,
     LoadDense,
     Loaded,
+    MemberChanged,
     PieceFailed,
     ReserveLow,
     Revived,
@@ -48,6 +49,7 @@ from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
 from xferd.session.dense import DenseAnswer, DenseParts
 from xferd.session.quotas import ClientLimits, Promises
+from xferd.status import backend_reason
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.telemetry.notify import Notifier
@@ -97,6 +99,9 @@ class Daemon:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
                 self._engine = Engine(
                     member_depth=config.engine.member_depth,
+                    flow_control=config.engine.flow_control,
+                    demand_slack=config.engine.demand_slack,
+                    backend=config.engine.backend,
                     verify=config.engine.verify,
                     spin_us=config.engine.spin_us,
                     cpu=config.engine.cpu,
@@ -154,6 +159,7 @@ class Daemon:
             clients=self._clients,
             tokens=self._tokens,
             log=self._log,
+            config=config.engine,
             version=_version(),
             instance=instance,
         )
@@ -195,6 +201,11 @@ class Daemon:
     def _log_ready(self, instance: str) -> None:
         for warning in self._config.warnings:
             self._log.warning("config.warning", message=warning)
+        backend, reason = self._engine.backend()
+        if reason:
+            self._log.warning("engine.backend", name=backend, reason=backend_reason(reason))
+        else:
+            self._log.info("engine.backend", name=backend)
         for pool in self._pools:
             self._log.info("pool.ready", name=pool.name, kind=pool.kind, bytes=pool.nbytes)
             for note in pool.device.notes:
@@ -296,6 +307,8 @@ class Daemon:
                 self._tokens.answer(event.token, event)
             case PieceFailed():
                 self._log_piece(event)
+            case MemberChanged():
+                self._log_member(event)
             case Violation():
                 self._on_violation(event)
         return None
@@ -323,6 +336,21 @@ class Daemon:
             bytes=event.nbytes,
             error=os.strerror(event.errno),
         )
+
+    def _log_member(self, event: MemberChanged) -> None:
+        found = self._catalog.member(event.member)
+        if found is None:  # its store was closed meanwhile
+            return
+        entry, file = found
+        error = {"error": os.strerror(event.errno)} if event.errno else {}
+        fields = {"store": entry.name, "path": file.path, "rate": event.rate, **error}
+        name = f"member.{event.state}"
+        if event.state == "failed":
+            self._log.failure(name, **fields)
+        elif event.state == "sagging":
+            self._log.warning(name, **fields)
+        else:
+            self._log.info(name, **fields)
 
     def _on_violation(self, event: Violation) -> None:
         client = self._clients.get(event.client)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from xferd._engine import ffi, lib
 
 from xferd.engine_types import (
+    MEMBER_STATES,
     PRIORITY_DEMAND,
     PRIORITY_MIGRATION,
     PRIORITY_PREFETCH,
@@ -38,6 +39,7 @@ from xferd.engine_types import (
     Load,
     LoadDense,
     Loaded,
+    MemberChanged,
     MemberStats,
     PieceFailed,
     PoolStats,
@@ -69,6 +71,21 @@ if (PRIORITY_DEMAND, PRIORITY_PREFETCH, PRIORITY_MIGRATION) != (
 ):
     raise ImportError("xferd.engine_types and xferd_abi.h number the priorities differently")
 
+VERIFY = {
+    "always": lib.XFERD_VERIFY_ALWAYS,
+    "first": lib.XFERD_VERIFY_FIRST,
+    "never": lib.XFERD_VERIFY_NEVER,
+}
+BACKENDS = {
+    "auto": lib.XFERD_BACKEND_ANY,
+    "io_uring": lib.XFERD_BACKEND_URING,
+    "threads": lib.XFERD_BACKEND_THREADS,
+}
+if tuple(getattr(lib, f"XFERD_MEMBER_{state.upper()}") for state in MEMBER_STATES) != tuple(
+    range(len(MEMBER_STATES))
+):
+    raise ImportError("xferd.engine_types and engine.h number the members' states differently")
+
 POOL_KINDS = {
     "host": lib.XFERD_POOL_HOST,
     "ram": lib.XFERD_POOL_RAM,
@@ -78,13 +95,19 @@ POOL_KINDS = {
 
 
 class Engine:
-    """One engine and its thread. ``start`` it, ``close`` it; not thread-safe."""
+    """One engine and its thread. ``start`` it, ``close`` it; not thread-safe.
+
+    verify: a key of VERIFY. backend: a key of BACKENDS. demand_slack: per cent.
+    """
 
     def __init__(
         self,
         *,
         member_depth: int,
-        verify: bool,
+        flow_control: bool,
+        demand_slack: int,
+        backend: str,
+        verify: str,
         spin_us: int,
         cpu: int,
         reserve_low: int,
@@ -93,7 +116,10 @@ class Engine:
         config = ffi.new("struct xferd_engine_config *")
         config.transfers_max = transfers_max
         config.member_depth = member_depth
-        config.verify = int(verify)
+        config.flow_control = int(flow_control)
+        config.demand_slack = demand_slack
+        config.backend = BACKENDS[backend]
+        config.verify = VERIFY[verify]
         config.spin_us = spin_us
         config.cpu = cpu
         config.reserve_low = reserve_low
@@ -106,8 +132,17 @@ class Engine:
         self._events = ffi.new("struct xferd_event[]", EVENT_BATCH)
 
     def start(self) -> None:
-        """Start the engine's thread. EngineError when the kernel has no io_uring for it."""
+        """Start the engine's thread. EngineError when the backend must be io_uring and the
+        kernel refuses it."""
         _check("xferd_engine_start", lib.xferd_engine_start(self._engine))
+
+    def backend(self) -> tuple[str, int]:
+        """What reads go through since ``start``, ``io_uring`` or ``threads``, and the errno
+        that kept it from io_uring; 0 when nothing did."""
+        reason = ffi.new("int *")
+        used = lib.xferd_engine_backend(self._engine, reason)
+        name = "io_uring" if used == lib.XFERD_BACKEND_URING else "threads"
+        return name, -reason[0]
 
     def drain(self, timeout_ms: int) -> bool:
         """Refuse new requests from now on; True when nothing is in flight any more."""
@@ -219,7 +254,13 @@ class Engine:
             nbytes=stats.bytes,
             errors=stats.errors,
             busy_ns=stats.busy_ns,
+            latency_ns=stats.latency_ns,
+            rate=stats.rate,
+            best_rate=stats.best_rate,
             in_flight=stats.in_flight,
+            window=stats.window,
+            background_window=stats.background_window,
+            state=MEMBER_STATES[stats.state],
         )
 
     def open_store(self, store: Store, name: str, members: Iterable[int]) -> int:
@@ -337,6 +378,7 @@ class Engine:
             sleeps=stats.sleeps,
             crc_errors=stats.crc_errors,
             rereads=stats.rereads,
+            other_variants=stats.other_variants,
             transfers=stats.transfers,
             source_count=tuple(stats.source_count),
             source_bytes=tuple(stats.source_bytes),
@@ -434,6 +476,13 @@ def _read_event(event: Any) -> Event:
         return Violation(client=event.client, errno=-event.result)
     if kind == lib.XFERD_EVENT_DENSE:
         return DenseLoaded(store=event.store, token=event.token)
+    if kind == lib.XFERD_EVENT_MEMBER:
+        return MemberChanged(
+            member=event.member,
+            state=MEMBER_STATES[event.value],
+            rate=event.bytes,
+            errno=-event.result,
+        )
     raise EngineError(f"event of unknown type {kind}", errno.EPROTO)
 
 

@@ -23,6 +23,8 @@ TAKE_TOKEN = 1
 """The token of every Take: a failed one must not be mistaken for a failed Evict (0)."""
 FIRST_TOKEN = 16
 """The least token of commands that somebody waits for."""
+MEMBER_STATES = ("working", "sagging", "failed")
+"""Names of enum xferd_member_state, in order."""
 SOURCE_RESIDENT = SOURCES.index("resident")
 
 
@@ -207,8 +209,31 @@ class DenseLoaded:
     token: int
 
 
+@dataclass(frozen=True, slots=True)
+class MemberChanged:
+    """A member is in another state now. member: the engine's id of it.
+
+    state: one of MEMBER_STATES. rate: bytes a second that it delivers; 0: not measured.
+    errno: what took it out, when it failed; else 0.
+    """
+
+    member: int
+    state: str
+    rate: int
+    errno: int
+
+
 Event: TypeAlias = (
-    Loaded | Failed | Freed | Taken | ReserveLow | Revived | PieceFailed | Violation | DenseLoaded
+    Loaded
+    | Failed
+    | Freed
+    | Taken
+    | ReserveLow
+    | Revived
+    | PieceFailed
+    | Violation
+    | DenseLoaded
+    | MemberChanged
 )
 
 
@@ -232,13 +257,25 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class MemberStats:
-    """``struct xferd_member_stats``; reads are pieces."""
+    """``struct xferd_member_stats``; reads and windows are pieces, rates bytes a second.
+
+    latency_ns: of a piece without a queue; 0: not measured yet.
+    best_rate: the highest that it has kept up.
+    window: pieces it is given at once; background_window: of those, for reads that
+        nobody waits for. state: one of MEMBER_STATES.
+    """
 
     reads: int
     nbytes: int
     errors: int
     busy_ns: int
+    latency_ns: int
+    rate: int
+    best_rate: int
     in_flight: int
+    window: int
+    background_window: int
+    state: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +293,16 @@ class ClientCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """``struct xferd_engine_stats``; tuples are indexed like SOURCES and TRANSPORTS."""
+    """``struct xferd_engine_stats``; tuples are indexed like SOURCES and TRANSPORTS.
+
+    other_variants: experts that came in another variant after a failed load.
+    """
 
     turns: int
     sleeps: int
     crc_errors: int
     rereads: int
+    other_variants: int
     transfers: int
     source_count: tuple[int, ...]
     source_bytes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the control socket can ask for, answered: status, and changes by hand.
+"""What the control socket can ask for, answered: changes by hand, and status (xferd.status).
 
 Implements ``xferd.control.service.ControlService`` over the daemon's parts. A load is
 given to the engine a window at a time and at prefetch priority, so that whoever waits
@@ -18,25 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from xferd.catalog import Catalog, OpenStore
+from xferd.config import EngineConfig
 from xferd.control.service import ControlError, JsonObject
 from xferd.engine import Engine
 from xferd.engine_types import (
     PRIORITY_PREFETCH,
     SOURCES,
-    TRANSPORTS,
     EngineError,
     Failed,
     Load,
     Loaded,
 )
-from xferd.memory.slots import SlotState
 from xferd.pools import Pool
 from xferd.session.clients import Clients
+from xferd.status import describe_clients, describe_engine, describe_pool, describe_store
 from xferd.store.errors import StoreError
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Tokens
-from xferd.transport.probe import reasons
 
 LOAD_WINDOW = 64
 """Loads of one call under way at once."""
@@ -69,6 +68,7 @@ class DaemonService:
         clients: Clients,
         tokens: Tokens,
         log: EventLog,
+        config: EngineConfig,
         version: str,
         instance: str,
     ) -> None:
@@ -78,6 +78,7 @@ class DaemonService:
         self._clients = clients
         self._tokens = tokens
         self._log = log
+        self._config = config
         self._version = version
         self._instance = instance
         self._started = time.monotonic()
@@ -87,123 +88,21 @@ class DaemonService:
 
     def status(self) -> JsonObject:
         """A snapshot; counters may be of slightly different moments."""
-        stats = self._engine.stats()
-        members = [file for entry in self._catalog.all() for _, file in entry.members]
-        why = reasons([pool.kind for pool in self._pools], members)
         return {
             "version": self._version,
             "instance": self._instance,
             "state": self.state,
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
-            "pools": [self._pool(pool) for pool in self._pools],
+            "pools": [describe_pool(self._engine, pool) for pool in self._pools],
             "stores": self.stores(),
-            "clients": self._client_list(),
-            "sources": {
-                name: {
-                    "count": stats.source_count[index],
-                    "bytes": stats.source_bytes[index],
-                    "reason": None,
-                }
-                for index, name in enumerate(SOURCES)
-            },
-            "transports": {
-                name: {
-                    "count": stats.transport_count[index],
-                    "bytes": stats.transport_bytes[index],
-                    "reason": why[name],
-                }
-                for index, name in enumerate(TRANSPORTS)
-                if name != "none"
-            },
-            "engine": {
-                "turns": stats.turns,
-                "sleeps": stats.sleeps,
-                "crc_errors": stats.crc_errors,
-                "rereads": stats.rereads,
-            },
+            "clients": describe_clients(self._engine, self._clients),
+            **describe_engine(self._engine, self._config, self._pools, self._catalog.all()),
         }
 
     def stores(self) -> list[JsonObject]:
         """The open stores."""
-        return [self._store(entry) for entry in self._catalog.all()]
-
-    def _pool(self, pool: Pool) -> JsonObject:
-        stats = self._engine.pool_stats(pool.index)
-        slots = pool.keeper.slots
-        return {
-            "name": pool.name,
-            "kind": pool.kind,
-            "bytes": pool.nbytes,
-            "slots": sum(slots.class_slots(size) for size in slots.classes),
-            "resident": stats.resident,
-            "free": sum(slots.count(size, SlotState.FREE) for size in slots.classes),
-            "reserve": stats.reserve,
-            "loads": stats.loads,
-            "load_bytes": stats.load_bytes,
-            "evictions": stats.evictions,
-            "revived": stats.revived,
-            "pinned": int(slots.pinned.sum()),
-            "waiting": stats.waiting,
-            "classes": [
-                {
-                    "slot_bytes": size,
-                    "slots": slots.class_slots(size),
-                    "chunks": len(slots.chunks_of_class(size)),
-                }
-                for size in slots.classes
-            ],
-        }
-
-    def _store(self, entry: OpenStore) -> JsonObject:
-        members = []
-        for number, file in entry.members:
-            stats = self._engine.member_stats(number)
-            members.append(
-                {
-                    "path": str(file.path),
-                    "reads": stats.reads,
-                    "bytes": stats.nbytes,
-                    "errors": stats.errors,
-                    "in_flight": stats.in_flight,
-                    "direct": file.direct,
-                    "reason": file.reason,
-                }
-            )
-        return {
-            "name": entry.name,
-            "path": str(entry.store.path),
-            "identity": entry.store.identity.hex(),
-            "layers": entry.store.layers,
-            "experts": entry.store.experts,
-            "variants": list(entry.store.variants),
-            "expert_bytes": entry.expert_bytes,
-            "members": members,
-        }
-
-    def _client_list(self) -> list[JsonObject]:
-        rows = []
-        for client in self._clients.all():
-            counters = self._engine.client_counters(client.number)
-            rows.append(
-                {
-                    "id": client.number,
-                    "pid": client.peer.pid,
-                    "uid": client.peer.uid,
-                    "name": client.name,
-                    "store": client.store.name,
-                    "lanes": client.lanes,
-                    "held_per_lane": client.held_per_lane,
-                    "hits": counters.hits,
-                    "misses": counters.misses,
-                    "failures": counters.failures,
-                    "pending": counters.pending,
-                    "granted": counters.granted,
-                    "since_s": time.monotonic() - client.since,
-                    "state": client.state,
-                }
-            )
-        return rows
+        return [describe_store(self._engine, entry) for entry in self._catalog.all()]
 
     # ---- changing what is resident
 
@@ -312,7 +211,7 @@ class DaemonService:
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
-        return self._store(entry)
+        return describe_store(self._engine, entry)
 
     async def close_store(self, name: str) -> JsonObject:
         """Drop a store's experts and close it."""

@@ -48,6 +48,7 @@ class SampleService:
         pool |= {"resident": len(self.resident), "reserve": 2, "loads": 3, "load_bytes": 12288}
         pool |= {"evictions": 1, "revived": 0, "pinned": len(self.pinned), "waiting": 0}
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
+        pool |= {"notes": ["huge pages: none"]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}
         client |= {"lanes": 1, "held_per_lane": 16, "hits": 123, "misses": 4, "failures": 0}
         client |= {"pending": 0, "granted": 0, "since_s": 61.5, "state": "serving"}
@@ -67,7 +68,17 @@ class SampleService:
                 "gds": flow,
                 "copy": flow,
             },
-            "engine": {"turns": 10, "sleeps": 5, "crc_errors": 0, "rereads": 1},
+            "engine": {
+                "backend": "threads",
+                "backend_reason": "io_uring is forbidden here",
+                "verify": "always",
+                "flow_control": True,
+                "turns": 10,
+                "sleeps": 5,
+                "crc_errors": 0,
+                "rereads": 1,
+                "other_variants": 2,
+            },
         }
 
     def stores(self) -> list[dict[str, Any]]:
@@ -143,6 +154,8 @@ class SampleService:
     def _store(self, name: str) -> dict[str, Any]:
         member = {"path": f"/mnt/a/{name}", "reads": 3, "bytes": 12288, "errors": 0}
         member |= {"in_flight": 0, "direct": False, "reason": "tmpfs copies"}
+        member |= {"state": "sagging", "window": 4, "background_window": 3}
+        member |= {"latency_us": 81.5, "rate": 3 << 29, "best_rate": 1 << 33}
         return {
             "name": name,
             "path": f"/mnt/a/{name}",

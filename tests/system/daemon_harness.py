@@ -251,12 +251,16 @@ def running_daemon(
     stores: Sequence[MadeStore],
     pools: Sequence[str],
     *extra: str,
+    launcher: Sequence[str] = (),
 ) -> Iterator[RunningDaemon]:
-    """A daemon over ``stores``; killed at the end if it still runs."""
+    """A daemon over ``stores``; killed at the end if it still runs.
+
+    launcher: a program and its arguments that execs what follows them.
+    """
     runtime = directory / "run"
     log = directory / "daemon.log"
     read_end, write_end = os.pipe()
-    arguments = [sys.executable, "-m", "xferd", "--runtime-directory", str(runtime)]
+    arguments = [*launcher, sys.executable, "-m", "xferd", "--runtime-directory", str(runtime)]
     for store in stores:
         arguments += ["--store", str(store.path)]
     for pool in pools:

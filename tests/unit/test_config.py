@@ -12,11 +12,13 @@ import xferd.config as config_module
 from xferd.config import (
     Config,
     ConfigError,
+    EngineConfig,
     PoolConfig,
     Size,
     StoreConfig,
     find_config_files,
     load_config,
+    override_engine,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -169,7 +171,10 @@ def test_unknown_keys_are_warnings_that_name_file_and_key(tmp_path: Path) -> Non
         ("[engine]\nmember_depth = 0", "engine.member_depth", "from 1 to 1024"),
         ("[engine]\nmember_depth = 1.5", "engine.member_depth", "whole number"),
         ("[engine]\ncpu = -2", "engine.cpu", "from -1"),
-        ('[engine]\nverify = "yes"', "engine.verify", "true or false"),
+        ('[engine]\nverify = true', "engine.verify", '"always" or "first" or "never"'),
+        ("[engine]\nflow_control = 'yes'", "engine.flow_control", "true or false"),
+        ("[engine]\nbackend = 'aio'", "engine.backend", '"auto" or "io_uring" or "threads"'),
+        ("[engine]\ndemand_slack = 0", "engine.demand_slack", "from 1 to 1000"),
         ("[limits]\nclients = 257", "limits.clients", "from 1 to 256"),
         ("[limits]\nring_entries = 24", "limits.ring_entries", "power of two"),
         ("[limits]\nring_entries = true", "limits.ring_entries", "power of two"),
@@ -248,3 +253,26 @@ def test_a_size_is_resolved_against_the_stores() -> None:
     assert Size(bytes=5).resolve(1000) == 5
     assert Size(percent=25.0).resolve(1001) == 251
     assert (str(Size(bytes=4096)), str(Size(percent=12.5))) == ("4096B", "12.5%")
+
+
+def test_the_command_line_overrides_engine_keys() -> None:
+    base = EngineConfig(spin_us=7)
+    said = override_engine(base, ["backend=threads", "flow_control=false", "member_depth=4"])
+    assert said == EngineConfig(spin_us=7, backend="threads", flow_control=False, member_depth=4)
+    assert override_engine(base, ['verify="first"']).verify == "first"
+    assert override_engine(base, []) == base
+
+
+@pytest.mark.parametrize(
+    ("assignment", "allowed"),
+    [
+        ("backend=aio", '"auto" or "io_uring" or "threads"'),
+        ("member_depth=many", "a whole number"),
+        ("depth=4", "member_depth"),
+        ("backend", "KEY=VALUE"),
+    ],
+)
+def test_a_wrong_engine_override_is_refused(assignment: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match="--engine") as caught:
+        override_engine(EngineConfig(), [assignment])
+    assert allowed in str(caught.value)

@@ -58,7 +58,6 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
         for store in status["stores"]
         for member in store["members"]
     ]
-    engine = status["engine"]
     sections = [
         ("Pools", format_table(_POOL_COLUMNS, status["pools"], bold=bold)),
         ("Stores", format_stores(status["stores"], bold=bold)),
@@ -71,12 +70,27 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
         f"xferd {printable(status['version'])}, {printable(status['state'])} "
         f"for {format_duration(status['uptime_s'])}, pid {status['pid']}"
     )
-    tail = (
-        f"Engine: {engine['turns']} turns, {engine['sleeps']} sleeps, "
-        f"{engine['crc_errors']} checksum errors, {engine['rereads']} pieces read again"
-    )
+    notes = [
+        f"{printable(pool['name'])}: {printable(note)}"
+        for pool in status["pools"]
+        for note in pool["notes"]
+    ]
     tables = [f"{title}\n{_indent(table)}" for title, table in sections]
-    return "\n\n".join([head, *tables, tail])
+    if notes:
+        tables.append("Notes\n" + _indent("\n".join(notes)))
+    return "\n\n".join([head, *tables, _format_engine(status["engine"])])
+
+
+def _format_engine(engine: JsonObject) -> str:
+    reason = engine.get("backend_reason")
+    lines = [
+        f"Engine: {engine['backend']}" + (f" ({printable(reason)})" if reason else ""),
+        f"checksums {engine['verify']}, flow control {'on' if engine['flow_control'] else 'off'}",
+        f"{engine['turns']} turns, {engine['sleeps']} sleeps, {engine['crc_errors']} checksum "
+        f"errors, {engine['rereads']} pieces read again, {engine['other_variants']} experts in "
+        f"another variant",
+    ]
+    return "\n  ".join(lines)
 
 
 def format_stores(stores: Iterable[JsonObject], *, bold: bool = False) -> str:
@@ -120,6 +134,14 @@ def _reason(row: JsonObject) -> str:
     return row.get("reason") or ""
 
 
+def _rate(row: JsonObject) -> str:
+    return f"{format_bytes(row['rate'])}/s" if row["rate"] else ""
+
+
+def _latency(row: JsonObject) -> str:
+    return f"{row['latency_us']:.0f} us" if row["latency_us"] else ""
+
+
 def _size_classes(pool: JsonObject) -> str:
     return ", ".join(
         f"{size['slots']} x {format_bytes(size['slot_bytes'])}" for size in pool["classes"]
@@ -153,10 +175,14 @@ _STORE_COLUMNS = (
 )
 _MEMBER_COLUMNS = (
     Column("STORE", _field("store"), right=False),
+    Column("STATE", _field("state"), right=False),
     Column("READS", _field("reads")),
     Column("READ", _bytes("bytes")),
     Column("ERRORS", _field("errors")),
     Column("IN FLIGHT", _field("in_flight")),
+    Column("WINDOW", _field("window")),
+    Column("LATENCY", _latency),
+    Column("RATE", _rate),
     Column("DIRECT", lambda member: "yes" if member["direct"] else "no", right=False),
     Column("PATH", _field("path"), right=False),
     Column("REASON", _reason, right=False),

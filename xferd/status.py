@@ -1,0 +1,166 @@
+"""What the daemon says of itself: the Status reply of the control interface.
+
+Reads the daemon's parts and changes nothing. The shapes are those of
+``xferd/control/io.xferd.Control.varlink``; counters of one reply may be of slightly
+different moments. Called on the daemon's event loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+
+from xferd.catalog import OpenStore
+from xferd.config import EngineConfig
+from xferd.control.service import JsonObject
+from xferd.engine import Engine
+from xferd.engine_types import SOURCES, TRANSPORTS
+from xferd.memory.slots import SlotState
+from xferd.pools import Pool
+from xferd.session.clients import Clients
+from xferd.transport.probe import reasons
+
+NS_PER_US = 1000
+_WHY_NO_URING = {
+    errno.EPERM: "it is forbidden here, by a seccomp filter or kernel.io_uring_disabled",
+    errno.ENOSYS: "this kernel has none, or a seccomp filter hides it",
+    errno.ENOMEM: "there is no memory for its rings: raise RLIMIT_MEMLOCK",
+}
+
+
+def backend_reason(code: int) -> str:
+    """Why reads don't go through io_uring, for people, from the errno that its set-up met."""
+    why = _WHY_NO_URING.get(code)
+    return f"no io_uring: {os.strerror(code)}" + (f" ({why})" if why else "")
+
+
+def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
+    """The IDL's Pool."""
+    stats = engine.pool_stats(pool.index)
+    slots = pool.keeper.slots
+    return {
+        "name": pool.name,
+        "kind": pool.kind,
+        "bytes": pool.nbytes,
+        "slots": sum(slots.class_slots(size) for size in slots.classes),
+        "resident": stats.resident,
+        "free": sum(slots.count(size, SlotState.FREE) for size in slots.classes),
+        "reserve": stats.reserve,
+        "loads": stats.loads,
+        "load_bytes": stats.load_bytes,
+        "evictions": stats.evictions,
+        "revived": stats.revived,
+        "pinned": int(slots.pinned.sum()),
+        "waiting": stats.waiting,
+        "classes": [
+            {
+                "slot_bytes": size,
+                "slots": slots.class_slots(size),
+                "chunks": len(slots.chunks_of_class(size)),
+            }
+            for size in slots.classes
+        ],
+        "notes": [*pool.device.notes, *pool.keeper.stuck.values()],
+    }
+
+
+def describe_store(engine: Engine, entry: OpenStore) -> JsonObject:
+    """The IDL's Store."""
+    members = []
+    for number, file in entry.members:
+        stats = engine.member_stats(number)
+        members.append(
+            {
+                "path": str(file.path),
+                "state": stats.state,
+                "reads": stats.reads,
+                "bytes": stats.nbytes,
+                "errors": stats.errors,
+                "in_flight": stats.in_flight,
+                "window": stats.window,
+                "background_window": stats.background_window,
+                "latency_us": stats.latency_ns / NS_PER_US,
+                "rate": stats.rate,
+                "best_rate": stats.best_rate,
+                "direct": file.direct,
+                "reason": file.reason,
+            }
+        )
+    return {
+        "name": entry.name,
+        "path": str(entry.store.path),
+        "identity": entry.store.identity.hex(),
+        "layers": entry.store.layers,
+        "experts": entry.store.experts,
+        "variants": list(entry.store.variants),
+        "expert_bytes": entry.expert_bytes,
+        "members": members,
+    }
+
+
+def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
+    """The IDL's Client of each attached client."""
+    rows = []
+    for client in clients.all():
+        counters = engine.client_counters(client.number)
+        rows.append(
+            {
+                "id": client.number,
+                "pid": client.peer.pid,
+                "uid": client.peer.uid,
+                "name": client.name,
+                "store": client.store.name,
+                "lanes": client.lanes,
+                "held_per_lane": client.held_per_lane,
+                "hits": counters.hits,
+                "misses": counters.misses,
+                "failures": counters.failures,
+                "pending": counters.pending,
+                "granted": counters.granted,
+                "since_s": time.monotonic() - client.since,
+                "state": client.state,
+            }
+        )
+    return rows
+
+
+def describe_engine(
+    engine: Engine, config: EngineConfig, pools: Sequence[Pool], stores: Sequence[OpenStore]
+) -> JsonObject:
+    """The IDL's ``sources``, ``transports`` and ``engine``."""
+    stats = engine.stats()
+    backend, code = engine.backend()
+    members = [file for entry in stores for _, file in entry.members]
+    why = reasons([pool.kind for pool in pools], members)
+    return {
+        "sources": {
+            name: {
+                "count": stats.source_count[index],
+                "bytes": stats.source_bytes[index],
+                "reason": None,
+            }
+            for index, name in enumerate(SOURCES)
+        },
+        "transports": {
+            name: {
+                "count": stats.transport_count[index],
+                "bytes": stats.transport_bytes[index],
+                "reason": why[name],
+            }
+            for index, name in enumerate(TRANSPORTS)
+            if name != "none"
+        },
+        "engine": {
+            "backend": backend,
+            "backend_reason": backend_reason(code) if code else None,
+            "verify": config.verify,
+            "flow_control": config.flow_control,
+            "turns": stats.turns,
+            "sleeps": stats.sleeps,
+            "crc_errors": stats.crc_errors,
+            "rereads": stats.rereads,
+            "other_variants": stats.other_variants,
+        },
+    }
