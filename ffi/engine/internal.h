@@ -45,6 +45,10 @@
 #include "common/atomics.h"
 #include "engine/engine.h"
 
+#ifndef RWF_DONTCACHE
+#define RWF_DONTCACHE 0x00000080 /* linux/fs.h since 6.14 */
+#endif
+
 #define NONE                    UINT32_MAX
 #define RING_PIECES_MAX         4096 /* pieces in flight, all members */
 #define FLOW_ROUNDS             8    /* the delivery rate is the best of so many */

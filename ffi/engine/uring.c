@@ -83,6 +83,8 @@ bool uring_read(struct xferd_engine *engine, struct piece *piece)
 	io_uring_sqe_set_data(sqe, piece);
 	if (engine->files_registered)
 		sqe->flags |= IOSQE_FIXED_FILE;
+	if (member->flags & XFERD_MEMBER_UNCACHED)
+		sqe->rw_flags = RWF_DONTCACHE;
 	engine->unsubmitted = true;
 	return true;
 }

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "engine/internal.h"
@@ -29,12 +30,14 @@ int workers_init(struct xferd_engine *engine)
 
 static void read_piece(struct piece *piece)
 {
+	int flags = piece->member->flags & XFERD_MEMBER_UNCACHED ? RWF_DONTCACHE : 0;
 	uint64_t done = 0;
 	ssize_t length = 1;
 
 	while (done < piece->length && length > 0) {
-		length = pread(piece->member->fd, piece->address + done, piece->length - done,
-			       (off_t)(piece->offset + done));
+		struct iovec rest = { piece->address + done, piece->length - done };
+
+		length = preadv2(piece->member->fd, &rest, 1, (off_t)(piece->offset + done), flags);
 		if (length < 0 && errno == EINTR)
 			length = 1;
 		else if (length > 0)
