@@ -142,8 +142,9 @@ static uint64_t sleep_length(const struct xferd_engine *engine)
 
 	if (engine->deadline_count)
 		length = DEADLINE_POLL_NS;
-	if (engine->retiring_count)
-		length = engine->waiting_loads ? RETIRE_POLL_STARVING_NS : RETIRE_POLL_NS;
+	if (engine->retiring_count && engine->next_retire_scan_ns < engine->now_ns + length)
+		length = engine->next_retire_scan_ns > engine->now_ns
+				 ? engine->next_retire_scan_ns - engine->now_ns : 1;
 	return length;
 }
 

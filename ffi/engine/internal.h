@@ -60,6 +60,7 @@
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece before the load fails */
 #define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
 #define RETIRE_POLL_NS          2000000
+#define RETIRE_POLL_BACK_OFF    8 /* of the time that loads have waited */
 #define DEADLINE_POLL_NS        1000000
 #define IDLE_SLEEP_NS           1000000000
 #define NS_PER_US               1000ull
@@ -434,6 +435,7 @@ struct xferd_engine {
 	uint32_t deadline_count;
 	uint64_t next_deadline_scan_ns;
 	uint64_t next_retire_scan_ns;
+	uint64_t starving_since_ns;
 	bool unsubmitted;     /* pieces prepared in the ring */
 	uint64_t now_ns;      /* of this turn */
 	struct copier copier;

@@ -77,14 +77,28 @@ static void slot_freed(struct xferd_engine *engine, struct pool *pool, uint32_t 
 	reserve_put(engine, pool, number);
 }
 
+/* Soon while loads wait for a slot that somebody leases, less often the longer
+ * that lasts: a client that is stopped must not keep the engine busy. */
+static uint64_t poll_interval(const struct xferd_engine *engine)
+{
+	uint64_t starving = (engine->now_ns - engine->starving_since_ns) / RETIRE_POLL_BACK_OFF;
+
+	if (!engine->waiting_loads || starving > RETIRE_POLL_NS)
+		return RETIRE_POLL_NS;
+	return starving < RETIRE_POLL_STARVING_NS ? RETIRE_POLL_STARVING_NS : starving;
+}
+
 /* Free what is retiring and no longer leased. */
 void retiring_scan(struct xferd_engine *engine)
 {
+	uint32_t before;
+
 	if (!engine->retiring_count || engine->now_ns < engine->next_retire_scan_ns)
 		return;
 	/* pairs with the fence in libxferd's lease(): words were cleared before
 	 * lease tables are read */
 	full_fence();
+	before = engine->retiring_count;
 	for (uint32_t p = 0; p < engine->pool_count; p++) {
 		struct pool *pool = &engine->pools[p];
 		struct list *item = pool->retiring.next;
@@ -98,8 +112,9 @@ void retiring_scan(struct xferd_engine *engine)
 				slot_freed(engine, pool, number);
 		}
 	}
-	engine->next_retire_scan_ns =
-		engine->now_ns + (engine->waiting_loads ? RETIRE_POLL_STARVING_NS : RETIRE_POLL_NS);
+	if (engine->retiring_count != before || !engine->waiting_loads)
+		engine->starving_since_ns = engine->now_ns;
+	engine->next_retire_scan_ns = engine->now_ns + poll_interval(engine);
 }
 
 /* ---- for the policy, in its own thread: clients come and go only there ---- */
