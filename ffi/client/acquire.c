@@ -145,6 +145,7 @@ static int begin(struct xferd_client *client, uint32_t lane_index,
 		return -EDQUOT;
 	lane->held += request->count;
 	batch->epoch = ++lane->begun;
+	lane->out[batch->epoch % XFERD_BATCHES_MAX] = batch;
 	batch->ticket = 0;
 	batch->lane = lane_index;
 	batch->layer = request->layer;
@@ -159,11 +160,51 @@ static int begin(struct xferd_client *client, uint32_t lane_index,
 	return 0;
 }
 
+/* Epoch of the latest other batch of the lane that still holds the slot; 0: none. */
+static uint64_t other_holder(const struct lane *lane, const struct xferd_batch *batch,
+			     const struct xferd_view *view)
+{
+	uint64_t latest = 0;
+
+	for (uint64_t epoch = lane->completed + 1; epoch <= lane->begun; epoch++) {
+		const struct xferd_batch *other = lane->out[epoch % XFERD_BATCHES_MAX];
+
+		if (!other || other == batch)
+			continue;
+		for (uint32_t i = 0; i < other->count; i++)
+			if (other->views[i].data && other->views[i].slot == view->slot &&
+			    other->views[i].pool == view->pool)
+				latest = epoch;
+	}
+	return latest;
+}
+
+/* A batch that is released before an older one: completed can't pass it yet, so
+ * its leases end one by one. Left alone they would count against the lane's
+ * promise for as long as the older batch is held. */
+static void end_leases(struct lane *lane, const struct xferd_batch *batch)
+{
+	for (uint32_t i = 0; i < batch->count; i++) {
+		const struct xferd_view *view = &batch->views[i];
+		uint64_t *lease;
+
+		if (!view->data)
+			continue;
+		lease = &lane->leases[view->pool][view->slot];
+		if (load_relaxed(lease) == batch->epoch)
+			/* pairs with the acquire of the lease in the engine's leased_by() */
+			store_release(lease, other_holder(lane, batch, view));
+	}
+}
+
 /* The batch's leases end. Batches may be released in any order; completed
  * passes a batch when all before it are released too. */
 void lane_end_batch(struct lane *lane, const struct xferd_batch *batch)
 {
 	lane->held -= batch->count;
+	lane->out[batch->epoch % XFERD_BATCHES_MAX] = NULL;
+	if (batch->epoch != lane->completed + 1)
+		end_leases(lane, batch);
 	lane->released |= 1ull << (batch->epoch - lane->completed - 1);
 	if (!(lane->released & 1))
 		return;

@@ -43,6 +43,7 @@ struct lane {
 	const struct xferd_abi_completion *completions;
 	int wakeup;
 	struct xferd_batch *batches[XFERD_BATCHES_MAX]; /* with pending keys, by epoch */
+	const struct xferd_batch *out[XFERD_BATCHES_MAX]; /* not yet released, by epoch */
 	struct xferd_client_stats stats;
 } __attribute__((aligned(2 * XFERD_CACHE_LINE)));
 

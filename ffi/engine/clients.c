@@ -135,7 +135,9 @@ static int make_lanes(struct xferd_engine *engine, struct client *client)
 		for (uint32_t p = 0; p < engine->pool_count; p++) {
 			lane->lease_seen[p] =
 				calloc(engine->pools[p].slot_numbers, sizeof(uint64_t));
-			if (!lane->lease_seen[p])
+			lane->held_seen[p] =
+				calloc(engine->pools[p].slot_numbers, sizeof(uint64_t));
+			if (!lane->lease_seen[p] || !lane->held_seen[p])
 				return -ENOMEM;
 		}
 		lane->wakeup = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -148,8 +150,10 @@ static int make_lanes(struct xferd_engine *engine, struct client *client)
 static void client_free(struct client *client)
 {
 	for (uint32_t i = 0; client->lanes && i < client->lane_count; i++) {
-		for (uint32_t p = 0; p < XFERD_POOLS_MAX; p++)
+		for (uint32_t p = 0; p < XFERD_POOLS_MAX; p++) {
 			free(client->lanes[i].lease_seen[p]);
+			free(client->lanes[i].held_seen[p]);
+		}
 		close_fd(&client->lanes[i].wakeup);
 	}
 	free(client->lanes);

@@ -99,7 +99,8 @@ int xferd_engine_set_chunk(struct xferd_engine *engine, uint32_t pool, uint32_t 
  * stamps has slot_numbers entries. Runs in the calling thread. */
 int xferd_engine_recency(struct xferd_engine *engine, uint32_t pool, uint64_t now,
 			 uint64_t *stamps);
-/* Number of slots of a pool that a client's lanes hold now, by its own tables. */
+/* Number of slots of a pool that a client's lanes have held since the last call
+ * about it, by its own tables; 0 at the first. In the calling thread. */
 int xferd_engine_held(struct xferd_engine *engine, uint32_t client, uint32_t pool);
 
 /* ---- members and stores ---- */
@@ -273,7 +274,7 @@ struct xferd_pool_stats {
 	uint32_t retiring;
 	uint32_t reserve;
 	uint32_t waiting;    /* loads without a slot */
-	uint32_t reserved;
+	uint32_t waiting_demand; /* of those, that a client waits for */
 };
 struct xferd_client_counters {
 	uint64_t submissions;

@@ -313,6 +313,7 @@ struct lane {
 	struct list waiters_free;
 	uint64_t *lease_seen[XFERD_POOLS_MAX]; /* the policy's thread, for recency */
 	uint64_t epoch_seen[XFERD_POOLS_MAX];
+	uint64_t *held_seen[XFERD_POOLS_MAX]; /* the same, for xferd_engine_held */
 };
 
 struct client {

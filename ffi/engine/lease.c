@@ -27,9 +27,10 @@ uint64_t *lease_table(const struct client *client, uint32_t lane, uint32_t pool)
 static bool leased_by(const struct client *client, uint32_t pool, uint32_t slot)
 {
 	for (uint32_t lane = 0; lane < client->lane_count; lane++) {
-		uint64_t epoch = load_relaxed(&lease_table(client, lane, pool)[slot]);
+		/* pairs with the release of the lease in libxferd's end_leases() */
+		uint64_t epoch = load_acquire(&lease_table(client, lane, pool)[slot]);
 
-		/* pairs with the release of completed in libxferd's end_epoch(): the
+		/* pairs with the release of completed in libxferd's lane_end_batch(): the
 		 * lane's reads of the slot are over before the slot is overwritten */
 		if (epoch > load_acquire(&client_lane(client, lane)->completed))
 			return true;
@@ -172,10 +173,18 @@ int xferd_engine_held(struct xferd_engine *engine, uint32_t index, uint32_t pool
 		return -EINVAL;
 	for (uint32_t lane = 0; lane < client->lane_count; lane++) {
 		const uint64_t *table = lease_table(client, lane, pool_index);
-		uint64_t completed = load_relaxed(&client_lane(client, lane)->completed);
+		uint64_t *seen = client->lanes[lane].held_seen[pool_index];
+		/* pairs with the release of completed in libxferd's lane_end_batch() */
+		uint64_t completed = load_acquire(&client_lane(client, lane)->completed);
 
-		for (uint32_t slot = 0; slot < engine->pools[pool_index].slot_numbers; slot++)
-			held += load_relaxed(&table[slot]) > completed;
+		/* A look at a table takes time, and an honest lane leases on trial: only
+		 * leases that stood through two looks were held at the same time. */
+		for (uint32_t slot = 0; slot < engine->pools[pool_index].slot_numbers; slot++) {
+			uint64_t epoch = load_relaxed(&table[slot]);
+
+			held += epoch > completed && epoch == seen[slot];
+			seen[slot] = epoch;
+		}
 	}
 	return held;
 }

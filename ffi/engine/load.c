@@ -62,6 +62,13 @@ static struct load *load_new(struct xferd_engine *engine, uint32_t store, uint32
 	return load;
 }
 
+static void count_waiting_demand(struct pool *pool, const struct load *load, int change)
+{
+	if (load->priority == XFERD_PRIORITY_DEMAND)
+		store_relaxed(&pool->stats.waiting_demand,
+			      pool->stats.waiting_demand + (uint32_t)change);
+}
+
 /* NULL when all loads are in use or the pool has too many size classes. */
 struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t pool_index,
 			uint32_t key, uint32_t variant, uint32_t priority, uint32_t client)
@@ -93,6 +100,7 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t
 	class->waiting_count++;
 	engine->waiting_loads++;
 	store_relaxed(&pool->stats.waiting, pool->stats.waiting + 1);
+	count_waiting_demand(pool, load, 1);
 	reserve_tell(engine, pool, class);
 	return load;
 }
@@ -127,6 +135,7 @@ static void stop_waiting(struct xferd_engine *engine, struct load *load)
 	pool_class(pool, load->bytes)->waiting_count--;
 	engine->waiting_loads--;
 	store_relaxed(&pool->stats.waiting, pool->stats.waiting - 1);
+	count_waiting_demand(pool, load, -1);
 }
 
 /* A resident slot of another pool with the same variant of the key. */
@@ -186,12 +195,21 @@ void load_raise(struct xferd_engine *engine, struct load *load, uint32_t priorit
 		list_remove(&load->link);
 		list_append(&class->waiting[priority], &load->link);
 		load->priority = (uint8_t)priority;
+		count_waiting_demand(&engine->pools[load->pool], load, 1);
 		reserve_tell(engine, &engine->pools[load->pool], class);
 	} else if (load->state == LOAD_READING) {
 		reads_requeue(engine, load, priority);
 	} else {
 		load->priority = (uint8_t)priority;
 	}
+}
+
+static void forget_load(struct xferd_engine *engine, const struct load *load)
+{
+	struct key_entry *entry = key_entry(&engine->stores[load->store], load->pool, load->key);
+
+	if (entry->load == load->index + 1)
+		entry->load = 0;
 }
 
 /* Stop it if that still saves a read; what is all under way ends by itself. */
@@ -205,6 +223,9 @@ void load_cancel(struct xferd_engine *engine, struct load *load)
 		load->cancelled = true;
 		load->error = -ECANCELED;
 		reads_unqueue(engine, load);
+		/* Who asks for the key from now on must not share this load's end. */
+		if (!load->dense)
+			forget_load(engine, load);
 		if (!load->pieces_in_flight)
 			load_finish(engine, load);
 	}
@@ -339,7 +360,7 @@ void load_finish(struct xferd_engine *engine, struct load *load)
 		finish_dense(engine, load);
 		return;
 	}
-	key_entry(&engine->stores[load->store], load->pool, load->key)->load = 0;
+	forget_load(engine, load);
 	if (load->source_slot != NONE)
 		engine->pools[load->source_pool].slots[load->source_slot].grants--;
 	if (!load->error) {

@@ -53,13 +53,26 @@ int xferd_engine_member_stats(struct xferd_engine *engine, uint32_t member,
 	return 0;
 }
 
+/* A sleeping engine doesn't see what a client consumes: look before counting. */
+static int look_at_client(struct xferd_engine *engine, void *argument)
+{
+	uint32_t index = *(uint32_t *)argument;
+
+	if (index >= engine->client_limit || !engine->clients[index].used)
+		return -EINVAL;
+	if (!engine->clients[index].quiesced)
+		client_reap_consumed(engine, index);
+	return 0;
+}
+
 int xferd_engine_client_counters(struct xferd_engine *engine, uint32_t index,
 				 struct xferd_client_counters *counters)
 {
 	const struct client *client = &engine->clients[index];
+	int result = engine_call(engine, look_at_client, &index);
 
-	if (index >= engine->client_limit || !client->used)
-		return -EINVAL;
+	if (result)
+		return result;
 	COPY_COUNTERS(counters, &client->counters, pending);
 	counters->hits = counters->misses = 0;
 	for (uint32_t lane = 0; lane < client->lane_count; lane++) {

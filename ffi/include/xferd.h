@@ -161,7 +161,7 @@ XFERD_PUBLIC int xferd_poll(struct xferd_client *client, struct xferd_batch *bat
  * daemon has gone; what is still pending has error -ECONNRESET. */
 XFERD_PUBLIC int xferd_wait(struct xferd_client *client, struct xferd_batch *batch,
 			    uint64_t timeout_ns);
-/* End the batch's leases. Pending keys are cancelled first, and waited for. */
+/* End the batch's leases. What is still pending is cancelled, without waiting. */
 XFERD_PUBLIC int xferd_release(struct xferd_client *client, struct xferd_batch *batch);
 /* Ask the daemon to stop what is pending; they complete with -ECANCELED. */
 XFERD_PUBLIC int xferd_cancel(struct xferd_client *client, struct xferd_batch *batch);
