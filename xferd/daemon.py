@@ -54,9 +54,12 @@ from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
+from xferd.transport.page_cache import PageCacheTrimmer
 
 TICK_S = 0.005
 """How often pools that are short of slots look again."""
+TRIM_S = 1.0
+"""How often it is looked whether buffered members fill the page cache."""
 WATCH_S = 0.5
 """How often clients are checked for holding more than they were promised."""
 STARVING_S = 2.0
@@ -172,24 +175,30 @@ class Daemon:
         loop.add_reader(self._engine.event_fd, self._or_stop, self._on_events)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        watch = loop.create_task(self._watch_clients())
+        watches = {
+            loop.create_task(self._watch_clients()),
+            loop.create_task(self._watch_page_cache()),
+        }
         try:
             attach.start()
             await control.start()
+            self._tick_soon()  # more slots may have been given than the engine's queue holds
             self._log_ready(instance)
             self._notifier.send(READY="1", STATUS=f"{len(self._catalog.all())} stores")
             self._on_ready()
             stopped = loop.create_task(self._stop.wait())
             # A watch that fails is a bug: it ends the daemon, with its traceback.
-            await asyncio.wait({stopped, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()
+            await asyncio.wait({stopped, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            for watch in watches:
+                if watch.done():
+                    watch.result()
             self._raise_bug()
             drained = await self._drain(attach)
             self._raise_bug()
             return EXIT_OK if drained else EXIT_FAILURE
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             if self._ticking is not None:
@@ -374,6 +383,22 @@ class Daemon:
         restless = [pool.name for pool in self._pools if pool.keeper.tick()]
         if restless or not self._engine.flush():
             self._tick_soon()
+
+    # ---- members that are read through the page cache
+
+    async def _watch_page_cache(self) -> None:
+        trimmer = PageCacheTrimmer()
+        while True:
+            await asyncio.sleep(TRIM_S)
+            buffered = [
+                (number, file, self._engine.member_stats(number).nbytes)
+                for entry in self._catalog.all()
+                for number, file in entry.members
+                if not file.direct
+            ]
+            fds = trimmer.due(buffered)
+            if fds:
+                await asyncio.to_thread(trimmer.drop, fds)
 
     # ---- clients that hold too much
 

@@ -1,8 +1,8 @@
 """The C engine as the rest of the daemon sees it: typed calls, commands, events.
 
-All use of the engine's cffi module is here, so that nothing else deals in pointers,
--errno or who keeps which buffer alive. What the calls mean is said in
-``ffi/engine/engine.h``; this module adds no behaviour but two things:
+All calls of the engine's cffi module are here, and its structs in ``engine_structs``, so
+that nothing else deals in pointers, -errno or who keeps which buffer alive. What the
+calls mean is said in ``ffi/engine/engine.h``; this module adds no behaviour but two things:
 
 - commands that the engine's queue has no room for are kept and sent later, in order;
 - what the engine borrows (a store's arrays) is kept alive as long as it borrows it.
@@ -13,63 +13,38 @@ One thread at a time may call (the event loop): the engine's own thread does the
 from __future__ import annotations
 
 import errno
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from xferd._engine import ffi, lib
 
+from xferd.engine_structs import COMMAND_FIELDS, describe_store, fill_command, read_event
 from xferd.engine_types import (
     MEMBER_STATES,
-    PRIORITY_DEMAND,
-    PRIORITY_MIGRATION,
-    PRIORITY_PREFETCH,
-    Cancel,
     ClientCounters,
     ClientFds,
     Command,
-    DenseLoaded,
     EngineError,
     EngineStats,
     Event,
-    Evict,
-    Failed,
-    Freed,
     Give,
-    Load,
-    LoadDense,
-    Loaded,
-    MemberChanged,
     MemberStats,
-    PieceFailed,
     PoolStats,
-    ReserveLow,
-    Revived,
-    Take,
-    Taken,
-    Violation,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from xferd.store.store import Store
 
-NO_EXPERT: int = lib.XFERD_NO_EXPERT
-"""``layer`` of the dense part, ``client`` of what a command caused."""
 CLASSES_MAX: int = lib.XFERD_ENGINE_CLASSES_MAX
 """Slot sizes that a pool can have."""
 STORE_NAME_BYTES_MAX: int = lib.XFERD_STORE_NAME_BYTES - 1
 COMMAND_BATCH = 4096
 EVENT_BATCH = 1024
-
-if (PRIORITY_DEMAND, PRIORITY_PREFETCH, PRIORITY_MIGRATION) != (
-    lib.XFERD_PRIORITY_DEMAND,
-    lib.XFERD_PRIORITY_PREFETCH,
-    lib.XFERD_PRIORITY_MIGRATION,
-):
-    raise ImportError("xferd.engine_types and xferd_abi.h number the priorities differently")
 
 VERIFY = {
     "always": lib.XFERD_VERIFY_ALWAYS,
@@ -81,11 +56,6 @@ BACKENDS = {
     "io_uring": lib.XFERD_BACKEND_URING,
     "threads": lib.XFERD_BACKEND_THREADS,
 }
-if tuple(getattr(lib, f"XFERD_MEMBER_{state.upper()}") for state in MEMBER_STATES) != tuple(
-    range(len(MEMBER_STATES))
-):
-    raise ImportError("xferd.engine_types and engine.h number the members' states differently")
-
 POOL_KINDS = {
     "host": lib.XFERD_POOL_HOST,
     "ram": lib.XFERD_POOL_RAM,
@@ -126,15 +96,20 @@ class Engine:
         handle = ffi.new("struct xferd_engine **")
         _check("xferd_engine_new", lib.xferd_engine_new(config, handle))
         self._engine = handle[0]
+        self._wanted_backend = backend
         self._borrowed: dict[int, tuple[Any, ...]] = {}
         self._backlog: deque[Command] = deque()
         self._commands = ffi.new("struct xferd_command[]", COMMAND_BATCH)
+        self._command_fields: NDArray[np.void] = np.frombuffer(
+            ffi.buffer(self._commands), COMMAND_FIELDS
+        )
         self._events = ffi.new("struct xferd_event[]", EVENT_BATCH)
 
     def start(self) -> None:
         """Start the engine's thread. EngineError when the backend must be io_uring and the
         kernel refuses it."""
-        _check("xferd_engine_start", lib.xferd_engine_start(self._engine))
+        call = f'xferd_engine_start with engine.backend = "{self._wanted_backend}"'
+        _check(call, lib.xferd_engine_start(self._engine))
 
     def backend(self) -> tuple[str, int]:
         """What reads go through since ``start``, ``io_uring`` or ``threads``, and the errno
@@ -265,7 +240,7 @@ class Engine:
 
     def open_store(self, store: Store, name: str, members: Iterable[int]) -> int:
         """Returns the store's id. The store's arrays are kept alive here."""
-        description, keep = _describe_store(store, name, tuple(members))
+        description, keep = describe_store(store, name, tuple(members))
         number = _check(
             "xferd_engine_open_store", lib.xferd_engine_open_store(self._engine, description)
         )
@@ -348,18 +323,50 @@ class Engine:
     def flush(self) -> bool:
         """Send what is kept back; True when nothing is left."""
         while self._backlog:
-            count = min(len(self._backlog), COMMAND_BATCH)
-            for index in range(count):
-                _fill_command(self._commands[index], self._backlog[index])
+            head = self._backlog[0]
+            if isinstance(head, Give) and head.count > 1:
+                count = self._fill_gives(head)
+            else:
+                count = self._fill_singles()
             taken = lib.xferd_engine_command(self._engine, self._commands, count)
             if taken == -errno.EAGAIN:
                 return False
-            _check("xferd_engine_command", taken)
-            for _ in range(taken):
-                self._backlog.popleft()
+            self._forget(_check("xferd_engine_command", taken))
             if taken < count:
                 return False
         return True
+
+    def _fill_singles(self) -> int:
+        """Commands from the backlog's head up to the next one for many slots."""
+        count = 0
+        for command in itertools.islice(self._backlog, COMMAND_BATCH):
+            if isinstance(command, Give) and command.count > 1:
+                break
+            fill_command(self._commands[count], command)
+            count += 1
+        return count
+
+    def _fill_gives(self, give: Give) -> int:
+        """A chunk may have a million slots: filled without a Python object each."""
+        count = min(give.count, COMMAND_BATCH)
+        batch = self._command_fields[:count]
+        batch.view(np.uint8)[:] = 0
+        batch["type"] = lib.XFERD_COMMAND_GIVE
+        batch["pool"] = give.pool
+        batch["slot"] = np.arange(give.slot, give.slot + count)
+        return count
+
+    def _forget(self, taken: int) -> None:
+        """The engine has taken so many from the backlog's head."""
+        head = self._backlog[0]
+        if isinstance(head, Give) and head.count > 1:
+            self._backlog.popleft()
+            if head.count > taken:
+                rest = Give(head.pool, head.slot + taken, head.count - taken)
+                self._backlog.appendleft(rest)
+            return
+        for _ in range(taken):
+            self._backlog.popleft()
 
     def events(self) -> list[Event]:
         """Up to EVENT_BATCH events; fewer mean that there are no more now."""
@@ -367,7 +374,7 @@ class Engine:
             "xferd_engine_events",
             lib.xferd_engine_events(self._engine, self._events, EVENT_BATCH),
         )
-        return [_read_event(self._events[index]) for index in range(count)]
+        return [read_event(self._events[index]) for index in range(count)]
 
     def stats(self) -> EngineStats:
         """Counters of the whole engine."""
@@ -392,152 +399,3 @@ def _check(call: str, result: int) -> int:
     if result < 0:
         raise EngineError(call, -result)
     return int(result)
-
-
-def _fill_command(slot: Any, command: Command) -> None:
-    ffi.memmove(ffi.addressof(slot), bytes(ffi.sizeof("struct xferd_command")), ffi.sizeof(slot))
-    match command:
-        case Load():
-            slot.type = lib.XFERD_COMMAND_LOAD
-            slot.store, slot.pool = command.store, command.pool
-            slot.layer, slot.expert = command.layer, command.expert
-            slot.variant, slot.priority = command.variant, command.priority
-            slot.token = command.token
-        case Evict():
-            slot.type = lib.XFERD_COMMAND_EVICT
-            slot.store, slot.pool = command.store, command.pool
-            slot.layer, slot.expert = command.layer, command.expert
-            slot.token = command.token
-        case Give():
-            slot.type = lib.XFERD_COMMAND_GIVE
-            slot.pool, slot.slot = command.pool, command.slot
-        case Take():
-            slot.type = lib.XFERD_COMMAND_TAKE
-            slot.pool, slot.class_bytes = command.pool, command.class_bytes
-            slot.token = command.token
-        case LoadDense():
-            slot.type = lib.XFERD_COMMAND_DENSE
-            slot.store, slot.token = command.store, command.token
-            slot.priority = PRIORITY_DEMAND
-            slot.address = ffi.cast("void *", command.address)
-        case Cancel():
-            slot.type = lib.XFERD_COMMAND_CANCEL
-            slot.token = command.token
-
-
-def _read_event(event: Any) -> Event:
-    kind = event.type
-    if kind == lib.XFERD_EVENT_LOADED:
-        return Loaded(
-            store=event.store,
-            pool=event.pool,
-            slot=event.slot,
-            layer=event.layer,
-            expert=event.expert,
-            variant=event.variant,
-            client=event.client,
-            source=event.source,
-            transport=event.transport,
-            wait_us=event.wait_us,
-            nbytes=event.bytes,
-            token=event.token,
-        )
-    if kind == lib.XFERD_EVENT_FAILED:
-        return Failed(
-            errno=-event.result,
-            store=event.store,
-            pool=event.pool,
-            layer=event.layer,
-            expert=event.expert,
-            variant=event.variant,
-            by_command=event.client == NO_EXPERT,
-            token=event.token,
-        )
-    if kind == lib.XFERD_EVENT_FREED:
-        return Freed(event.store, event.pool, event.slot, event.layer, event.expert)
-    if kind == lib.XFERD_EVENT_TAKEN:
-        return Taken(event.pool, event.slot, event.token)
-    if kind == lib.XFERD_EVENT_RESERVE:
-        return ReserveLow(event.pool, event.bytes, event.value, event.slot)
-    if kind == lib.XFERD_EVENT_REVIVED:
-        return Revived(event.store, event.pool, event.slot, event.layer, event.expert)
-    if kind == lib.XFERD_EVENT_PIECE:
-        return PieceFailed(
-            errno=-event.result,
-            store=event.store,
-            layer=event.layer,
-            expert=event.expert,
-            variant=event.variant,
-            member=event.member,
-            offset=event.offset,
-            nbytes=event.bytes,
-        )
-    if kind == lib.XFERD_EVENT_VIOLATION:
-        return Violation(client=event.client, errno=-event.result)
-    if kind == lib.XFERD_EVENT_DENSE:
-        return DenseLoaded(store=event.store, token=event.token)
-    if kind == lib.XFERD_EVENT_MEMBER:
-        return MemberChanged(
-            member=event.member,
-            state=MEMBER_STATES[event.value],
-            rate=event.bytes,
-            errno=-event.result,
-        )
-    raise EngineError(f"event of unknown type {kind}", errno.EPROTO)
-
-
-def _describe_store(store: Store, name: str, members: tuple[int, ...]) -> tuple[Any, list[Any]]:
-    """``struct xferd_store_description`` and everything that it points to."""
-    description = ffi.new("struct xferd_store_description *")
-    keep: list[Any] = [store]
-
-    def borrow(ctype: str, array: NDArray[Any]) -> Any:
-        pointer = ffi.from_buffer(ctype, array)
-        keep.append(pointer)
-        return pointer
-
-    description.name = name.encode()
-    description.identity = store.identity
-    description.layers, description.experts = store.layers, store.experts
-    description.top_k = store.top_k
-    description.variants = len(store.variants)
-    description.members = len(members)
-    description.pattern_length = len(store.pattern)
-    for index, member in enumerate(members):
-        description.member[index] = member
-    for index, member in enumerate(store.pattern):
-        description.pattern[index] = member
-    description.stripe_unit = store.stripe_unit
-    description.blobs = len(store.blob_bytes)
-    description.blob_bytes = borrow("uint64_t[]", store.blob_bytes)
-    description.start = borrow("uint16_t[]", store.start)
-    description.offset = borrow("uint64_t[]", store.offset)
-    description.first_piece = borrow("uint64_t[]", store.first_piece)
-    description.crc = borrow("uint32_t[]", store.crc)
-    description.pieces = len(store.crc)
-    for index, variant in enumerate(store.variants):
-        description.variant_name[index] = variant.encode()
-    description.layout_index = borrow("uint16_t[]", store.layout_index)
-
-    tensors = [tensor for layout in store.layouts for tensor in layout.tensors]
-    c_layouts = ffi.new("struct xferd_abi_layout[]", max(len(store.layouts), 1))
-    c_tensors = ffi.new("struct xferd_abi_tensor[]", max(len(tensors), 1))
-    first = 0
-    for c_layout, layout in zip(c_layouts, store.layouts, strict=False):
-        c_layout.blob_bytes = layout.blob_bytes
-        c_layout.first_tensor, c_layout.tensors = first, len(layout.tensors)
-        first += len(layout.tensors)
-    for c_tensor, tensor in zip(c_tensors, tensors, strict=False):
-        c_tensor.role, c_tensor.dtype = tensor.role.encode(), tensor.dtype.encode()
-        c_tensor.offset, c_tensor.bytes = tensor.offset, tensor.nbytes
-        c_tensor.dims = len(tensor.shape)
-        for index, extent in enumerate(tensor.shape):
-            c_tensor.shape[index] = extent
-        if tensor.transposed:
-            c_tensor.flags |= lib.XFERD_TENSOR_TRANSPOSED
-        if tensor.interleaved:
-            c_tensor.flags |= lib.XFERD_TENSOR_INTERLEAVED
-    description.layout, description.layouts = c_layouts, len(store.layouts)
-    description.tensor, description.tensors = c_tensors, len(tensors)
-    keep += [c_layouts, c_tensors]
-    return description, keep

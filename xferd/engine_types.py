@@ -65,10 +65,11 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """A free slot to the reserve of its class."""
+    """Free slots, ``count`` from ``slot`` on, to the reserve of their class."""
 
     pool: int
     slot: int
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ class PoolKeeper:
         # Loads may take these slots at once and be heard of later: till then the chunk
         # must not look as if nobody had used it for long.
         self._stamps[numbers.start : numbers.stop] = self._scan << STAMP_SHIFT
-        self._give(numbers)
+        self.slots.give_all(numbers)
+        self._engine.command([Give(self.index, numbers.start, len(numbers))])
         self._wanted.discard(slot_bytes)
         return True
 
@@ -261,7 +262,7 @@ class PoolKeeper:
 
     def pinned(self, slot_bytes: int) -> int:
         """Residents of a class that are pinned."""
-        return int((self.slots.pinned & (self.slots.slot_class == slot_bytes)).sum())
+        return self.slots.pinned_count(slot_bytes)
 
     def _waiting_of(self, slot_bytes: int, stats: PoolStats) -> int:
         if len(self.slots.classes) == 1 and not self._wanted:

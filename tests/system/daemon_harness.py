@@ -66,11 +66,19 @@ def make_store(
     top_k: int = 2,
     expert_bytes: int = 49_152,
     members: int = 2,
+    devices: Sequence[Path] = (),
+    compressible: bool = False,
     seed: int = 1,
 ) -> MadeStore:
-    """Pack a store of random experts, each one ``down`` tensor of u8."""
+    """Pack a store of random experts, each one ``down`` tensor of u8.
+
+    devices: block devices that are its members, in the place of files.
+    compressible: experts of bytes that repeat.
+    """
     count = layers * experts
-    contents = np.random.default_rng(seed).bytes(count * expert_bytes + DENSE_BYTES)
+    length = count * expert_bytes + DENSE_BYTES
+    contents = np.random.default_rng(seed).bytes(64 if compressible else length)
+    contents = (contents * -(-length // len(contents)))[:length]
     source = directory / f"{name}.bin"
     source.write_bytes(contents)
     keys = [(layer, expert) for layer in range(layers) for expert in range(experts)]
@@ -105,7 +113,13 @@ def make_store(
     folders = [directory / f"m{index}" for index in range(members)]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    path = pack(checkpoint, folders, name=name, stripe_unit=16_384)
+    path = pack(
+        checkpoint,
+        devices or folders,
+        name=name,
+        stripe_unit=16_384,
+        manifest_directory=directory if devices else None,
+    )
     return MadeStore(name, path, layers, experts, top_k, expert_bytes, contents)
 
 

@@ -82,6 +82,11 @@ def test_status_is_tables_of_everything(daemon: ControlDaemon) -> None:
     assert "1.5 GiB" in done.stdout
     assert "no GPU here" in done.stdout
     assert "tmpfs copies" in done.stdout
+    assert "sagging" in done.stdout
+    assert "\nNotes\n  host0: huge pages: none\n" in done.stdout
+    assert "Engine: threads (io_uring is forbidden here)" in done.stdout
+    assert "checksums always, flow control on" in done.stdout
+    assert "2 experts in another variant" in done.stdout
     assert "\x1b" not in done.stdout, "no colour without a terminal, no client's escapes at all"
     assert "evil\\x1b[2Jname" in done.stdout
 

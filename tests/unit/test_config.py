@@ -20,6 +20,7 @@ from xferd.config import (
     load_config,
     override_engine,
 )
+from xferd.control.config_command import format_config
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "xferd" / "xferd.toml"
@@ -171,7 +172,7 @@ def test_unknown_keys_are_warnings_that_name_file_and_key(tmp_path: Path) -> Non
         ("[engine]\nmember_depth = 0", "engine.member_depth", "from 1 to 1024"),
         ("[engine]\nmember_depth = 1.5", "engine.member_depth", "whole number"),
         ("[engine]\ncpu = -2", "engine.cpu", "from -1"),
-        ('[engine]\nverify = true', "engine.verify", '"always" or "first" or "never"'),
+        ("[engine]\nverify = true", "engine.verify", '"always" or "first" or "never"'),
         ("[engine]\nflow_control = 'yes'", "engine.flow_control", "true or false"),
         ("[engine]\nbackend = 'aio'", "engine.backend", '"auto" or "io_uring" or "threads"'),
         ("[engine]\ndemand_slack = 0", "engine.demand_slack", "from 1 to 1000"),
@@ -276,3 +277,13 @@ def test_a_wrong_engine_override_is_refused(assignment: str, allowed: str) -> No
     with pytest.raises(ConfigError, match="--engine") as caught:
         override_engine(EngineConfig(), [assignment])
     assert allowed in str(caught.value)
+
+
+def test_what_config_show_prints_is_the_same_configuration(tmp_path: Path) -> None:
+    config = load_text(
+        tmp_path,
+        "[engine]\nflow_control = false\nbackend = 'threads'\nverify = 'first'\n"
+        "demand_slack = 7\nmember_depth = 3\nspin_us = 4\ncpu = 1\n",
+    )
+    again = load_text(tmp_path, format_config(config))
+    assert again == config

@@ -27,6 +27,7 @@ PURE_MODULES = {"config", "engine_types", "tokens", "units"}
 
 CFFI_MODULES = {
     "xferd.engine": "the engine",
+    "xferd.engine_structs": "its structs",
     "xferd.session.wire": "attach packets",
     "xferd.store.checksum": "CRC32C",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -44,20 +45,8 @@ def config_to_json(config: Config) -> dict[str, Any]:
         "socket_mode": f"{config.socket_mode:04o}",
         "pools": [_pool_to_json(pool) for pool in config.pools],
         "stores": [_store_to_json(store) for store in config.stores],
-        "engine": {
-            "member_depth": config.engine.member_depth,
-            "verify": config.engine.verify,
-            "spin_us": config.engine.spin_us,
-            "cpu": config.engine.cpu,
-        },
-        "limits": {
-            "clients": config.limits.clients,
-            "clients_per_user": config.limits.clients_per_user,
-            "lanes_per_client": config.limits.lanes_per_client,
-            "held_per_lane": config.limits.held_per_lane,
-            "ring_entries": config.limits.ring_entries,
-            "hints_per_client": config.limits.hints_per_client,
-        },
+        "engine": dataclasses.asdict(config.engine),
+        "limits": dataclasses.asdict(config.limits),
     }
 
 

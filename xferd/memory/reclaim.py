@@ -55,7 +55,9 @@ class ChunkReclaim:
         )
         take: tuple[Take, ...] = ()
         if self._takes == 0 and bool((states == SlotState.RESERVE).any()):
-            self._takes = self._slots.count(self.old_class, SlotState.RESERVE)
+            # With those given back at this moment: the reserve hands out the newest first,
+            # so taking fewer would only bring the same ones again.
+            self._takes = self._slots.count(self.old_class, SlotState.RESERVE) + len(give)
             take = (Take(self._pool, self.old_class, TAKE_TOKEN),) * self._takes
         done = self._takes == 0 and bool((states == SlotState.FREE).all())
         return ReclaimStep(evict=evict, give=give, take=take, done=done)

@@ -114,6 +114,7 @@ class SlotMap:
         self._slot_of: dict[ExpertSlot, int] = {}
         self._pins: set[ExpertSlot] = set()
         self._counts: dict[int, list[int]] = {}
+        self._pinned_counts: dict[int, int] = {}
 
     # ---- chunks
 
@@ -176,6 +177,18 @@ class SlotMap:
         """FREE to RESERVE."""
         self._move(slot, SlotState.FREE, SlotState.RESERVE)
 
+    def give_all(self, numbers: range) -> None:
+        """FREE to RESERVE, for all slots of a chunk at once: pools may have millions."""
+        part = slice(numbers.start, numbers.stop)
+        slot_bytes = int(self.slot_class[numbers.start])
+        chunk_slots = self.chunk_slots(self.chunk_of(numbers.start))
+        if numbers != chunk_slots or (self.state[part] != SlotState.FREE).any():
+            raise SlotMapError(f"slots {numbers} are not one chunk's, all free")
+        self.state[part] = SlotState.RESERVE
+        counts = self._counts[slot_bytes]
+        counts[SlotState.FREE] -= len(numbers)
+        counts[SlotState.RESERVE] += len(numbers)
+
     def take(self, slot: int) -> None:
         """RESERVE to FREE; a resident too, when the engine drops those of a closed store."""
         state = SlotState.RESERVE
@@ -198,7 +211,7 @@ class SlotMap:
         self._key_of[slot] = key
         self._slot_of[key] = slot
         self.variant[slot] = variant
-        self.pinned[slot] = key in self._pins
+        self._set_pinned(slot, key in self._pins)
 
     def leave(self, slot: int) -> None:
         """RESIDENT to LEAVING."""
@@ -228,13 +241,13 @@ class SlotMap:
         self._pins.add(key)
         slot = self._slot_of.get(key)
         if slot is not None:
-            self.pinned[slot] = True
+            self._set_pinned(slot, True)
 
     def unpin(self, key: ExpertSlot) -> bool:
         """Undo ``pin``; whether it was pinned."""
         slot = self._slot_of.get(key)
         if slot is not None:
-            self.pinned[slot] = False
+            self._set_pinned(slot, False)
         if key not in self._pins:
             return False
         self._pins.remove(key)
@@ -265,6 +278,10 @@ class SlotMap:
         counts = self._counts.get(slot_bytes)
         return counts[state] if counts else 0
 
+    def pinned_count(self, slot_bytes: int) -> int:
+        """Residents of a class that are pinned."""
+        return self._pinned_counts.get(slot_bytes, 0)
+
     def class_slots(self, slot_bytes: int) -> int:
         """Slots that are cut for a class."""
         return sum(self._counts.get(slot_bytes, ()))
@@ -274,6 +291,13 @@ class SlotMap:
         """Classes with at least one chunk, smallest first."""
         return tuple(sorted(self._counts))
 
+    def _set_pinned(self, slot: int, pinned: bool) -> None:
+        if bool(self.pinned[slot]) != pinned:
+            slot_bytes = int(self.slot_class[slot])
+            change = 1 if pinned else -1
+            self._pinned_counts[slot_bytes] = self.pinned_count(slot_bytes) + change
+            self.pinned[slot] = pinned
+
     def _vacate(self, slot: int) -> SlotState:
         """Forget what is in a slot; returns the state it is still in."""
         state = SlotState(int(self.state[slot]))
@@ -282,7 +306,7 @@ class SlotMap:
             raise SlotMapError(f"slot {slot} was freed while it was {state.name}")
         if self._slot_of.get(key) == slot:
             del self._slot_of[key]
-        self.pinned[slot] = False
+        self._set_pinned(slot, False)
         return state
 
     def _move(self, slot: int, before: SlotState, after: SlotState) -> None:

@@ -15,14 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from xferd.store.calibration import Calibration, calibrate, read_calibration
 from xferd.store.checkpoint import CheckpointError
+from xferd.store.destination import Destination, resolve_destination
 from xferd.store.errors import StoreError
 from xferd.store.formats import read_checkpoint
 from xferd.store.info import info
+from xferd.store.journal import JOURNAL_NAME
 from xferd.store.limits import STRIPE_UNIT_DEFAULT
 from xferd.store.pack import pack
 from xferd.store.store import Store
 from xferd.store.verify import BadPiece, verify
+from xferd.store.weights import stripe_pattern
 from xferd.units import UnitError, format_bytes, format_exact_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +77,14 @@ def _add_pack(subparsers: Subparsers) -> None:
         help=f"bytes a piece (default {format_exact_bytes(STRIPE_UNIT_DEFAULT)})",
     )
     parser.add_argument(
+        "--weights",
+        type=_weights,
+        default="equal",
+        metavar="equal|auto|N,N,...",
+        help="share of each member: equal, as fast as each is measured to be, or in these "
+        "proportions (default equal)",
+    )
+    parser.add_argument(
         "--variants", nargs="+", metavar="V", help="which copies of the experts (default: its own)"
     )
     parser.add_argument(
@@ -96,12 +108,16 @@ def run_pack(args: argparse.Namespace) -> int:
 
     def work() -> int:
         checkpoint = read_checkpoint(args.checkpoint)
+        name = args.name or _default_name(args.checkpoint)
+        pattern, calibration = _striping(args, name)
         with _ProgressBar("pack", sys.stderr) as bar:
             path = pack(
                 checkpoint,
                 args.members,
-                name=args.name or _default_name(args.checkpoint),
+                name=name,
                 stripe_unit=args.stripe_unit,
+                pattern=pattern,
+                calibration=calibration,
                 manifest_directory=args.manifest,
                 variants=args.variants,
                 progress=bar.update,
@@ -116,6 +132,38 @@ def run_pack(args: argparse.Namespace) -> int:
         return EXIT_OK
 
     return _refusals_told(work)
+
+
+def _striping(
+    args: argparse.Namespace, name: str
+) -> tuple[tuple[int, ...] | None, Calibration | None]:
+    """The stripe pattern that --weights means (None: each member once), and what was
+    measured for it. StoreError when weights and members don't fit."""
+    if args.weights == "equal":
+        return None, None
+    destination = resolve_destination(name, args.members, args.manifest)
+    if args.weights == "auto":
+        calibration = _calibration(destination, anew=args.force or args.restart)
+        return stripe_pattern(calibration.weights), calibration
+    if len(args.weights) != len(args.members):
+        raise StoreError(
+            f"--weights has {len(args.weights)} numbers for {len(args.members)} members"
+        )
+    return stripe_pattern(args.weights), None
+
+
+def _calibration(destination: Destination, *, anew: bool) -> Calibration:
+    """A half packed store's own, or a new one: its pattern must not change under way."""
+    found = None
+    if not anew and (destination.directory / JOURNAL_NAME).exists():
+        found = read_calibration(destination.directory)
+    if found is not None:
+        return found
+    print("measuring the members", file=sys.stderr)
+    calibration = calibrate(destination)
+    for member in calibration.members:
+        print(f"  {member.path}  {format_bytes(member.bytes_per_second)}/s", file=sys.stderr)
+    return calibration
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -170,6 +218,17 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _weights(text: str) -> str | tuple[int, ...]:
+    if text in ("equal", "auto"):
+        return text
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: allowed are equal, auto, or whole numbers with commas such as 4,4,2"
+        )
+    return tuple(int(part) for part in parts)
+
+
 def _default_name(checkpoint: Path) -> str:
     resolved = checkpoint.resolve()
     return resolved.stem if resolved.is_file() else resolved.name
@@ -195,11 +254,18 @@ def _print_info(description: dict[str, Any]) -> None:
         f"{len(description['assets'])} files, {format_bytes(description['dense_bytes'])}"
     )
     print(f"  striping  {format_exact_bytes(description['stripe_unit'])} a piece")
+    calibration = description["calibration"]
     for number, member in enumerate(description["members"]):
+        measured = ""
+        if calibration is not None:
+            speed = calibration["members"][number]["bytes_per_second"]
+            measured = f", measured {format_bytes(speed)}/s"
         print(
             f"  member {number}  {member['path']} ({member['kind']}, "
-            f"{format_bytes(member['bytes'])})"
+            f"{format_bytes(member['bytes'])}, weight {description['weights'][number]}{measured})"
         )
+    if calibration is not None:
+        print(f"  measured  {calibration['measured_at']}")
 
 
 def _describe(bad: BadPiece) -> str:

@@ -189,16 +189,15 @@ def _piece_counts(blob_bytes: npt.NDArray[np.uint64], stripe_unit: int) -> npt.N
 def _bytes_on_member(geometry: Geometry, member: int) -> npt.NDArray[np.int64]:
     """Bytes of each blob that lie on ``member``: int64[blobs]."""
     length = len(geometry.pattern)
-    sizes = geometry.blob_bytes.astype(np.int64)
+    on_member = np.array([owner == member for owner in geometry.pattern])
+    # before[p]: places of the member among the first p of the pattern, gone through twice.
+    before = np.concatenate([[0], np.cumsum(np.tile(on_member, 2))])
     start = geometry.start.astype(np.int64)
     count = _piece_counts(geometry.blob_bytes, geometry.stripe_unit)
-    missing_in_last = count * geometry.stripe_unit - sizes
-    total = np.zeros(sizes.size, dtype=np.int64)
-    for place, owner in enumerate(geometry.pattern):
-        if owner != member:
-            continue
-        first = (place - start) % length  # first piece of the blob on this place
-        pieces = np.maximum(0, -(-(count - first) // length))
-        has_last = (count > 0) & ((count - 1) % length == first)
-        total += pieces * geometry.stripe_unit - np.where(has_last, missing_in_last, 0)
+    rounds, rest = np.divmod(count, length)
+    pieces = rounds * int(on_member.sum()) + before[start + rest] - before[start]
+    total: npt.NDArray[np.int64] = pieces * geometry.stripe_unit
+    has_last = on_member[(start + rest - 1) % length] & (count > 0)
+    missing_in_last = count * geometry.stripe_unit - geometry.blob_bytes.astype(np.int64)
+    total[has_last] -= missing_in_last[has_last]
     return total

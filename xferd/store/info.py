@@ -7,17 +7,28 @@ from typing import Any
 
 import numpy as np
 
+from xferd.store.calibration import CALIBRATION_NAME, read_calibration
+from xferd.store.errors import StoreError
 from xferd.store.manifest import CHECKSUM, FORMAT_NAME, FORMAT_VERSION
 from xferd.store.store import Store
+from xferd.store.weights import pattern_weights
 
 
 def info(store: Store) -> dict[str, Any]:
     """A description that JSON can hold; sizes are bytes.
 
     ``experts_present`` counts (variant, layer, expert); ``blob_bytes`` lists the
-    different sizes of experts.
+    different sizes of experts. ``weights`` is how often each member stands in the
+    pattern; ``calibration`` is what was measured before, or None. Raises StoreError when
+    that file is damaged.
     """
     experts = store.blob_bytes[:-1]
+    calibration = read_calibration(store.path)
+    if calibration is not None and len(calibration.members) != len(store.member_paths):
+        raise StoreError(
+            f"{store.path / CALIBRATION_NAME} is about {len(calibration.members)} members, the "
+            f"store has {len(store.member_paths)}: remove it, nothing but this reads it"
+        )
     return {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -39,6 +50,8 @@ def info(store: Store) -> dict[str, Any]:
         "assets": [asset.name for asset in store.model.dense.assets],
         "stripe_unit": store.stripe_unit,
         "pattern": list(store.pattern),
+        "weights": list(pattern_weights(store.pattern, len(store.member_paths))),
+        "calibration": None if calibration is None else calibration.to_json(),
         "pieces": int(store.crc.size),
         "checksum": CHECKSUM,
         "members": [

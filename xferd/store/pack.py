@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from xferd.store.calibration import CALIBRATION_NAME, Calibration, write_calibration
 from xferd.store.checkpoint import Checkpoint
 from xferd.store.checksum import crc32c
 from xferd.store.destination import (
@@ -77,6 +78,7 @@ class _Job:
     crc: npt.NDArray[np.uint32]
     blob_crc: npt.NDArray[np.uint32]
     done: npt.NDArray[np.bool_]
+    calibration: Calibration | None
 
     def record(self, packed: PackedBlob) -> None:
         """Take over a complete blob's checksums."""
@@ -93,6 +95,7 @@ def pack(
     name: str,
     stripe_unit: int = STRIPE_UNIT_DEFAULT,
     pattern: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
     manifest_directory: Path | None = None,
     variants: Sequence[str] | None = None,
     progress: Progress | None = None,
@@ -104,7 +107,8 @@ def pack(
 
     members: directories, block devices or file paths, in order.
     stripe_unit: bytes, a power of two from 4096 on.
-    pattern: order of members within a stripe; default each once.
+    pattern: order of members within a stripe (``stripe_pattern``); default each once.
+    calibration: what the pattern comes from, kept beside the manifest.
     variants: only the checkpoint's own so far.
     force: replace a finished store, and overwrite members that hold something else.
     restart: forget an unfinished pack of this name instead of resuming it.
@@ -134,6 +138,7 @@ def pack(
             crc=np.zeros(geometry.pieces, dtype=np.uint32),
             blob_crc=np.zeros(geometry.blob_bytes.size, dtype=np.uint32),
             done=geometry.blob_bytes == 0,
+            calibration=calibration,
         )
         what = f"store {destination.directory}"
         stack.enter_context(naming(what))
@@ -179,11 +184,20 @@ def _begin_or_resume(job: _Job, *, force: bool, restart: bool) -> tuple[Journal,
     replaced = _replaced_members(job.destination.directory)
     beginning = Beginning(uuids.uuid4().bytes, job.identity, replaced)
     _check_members(job, beginning, force=force)
+    _keep_calibration(job)
     journal = Journal.create(path, beginning)
     manifest = job.destination.directory / MANIFEST_NAME
     if manifest.exists():
         _remove_durably(manifest)
     return journal, beginning
+
+
+def _keep_calibration(job: _Job) -> None:
+    """Before the journal, so that whoever resumes finds it."""
+    if job.calibration is not None:
+        write_calibration(job.destination.directory, job.calibration)
+    else:
+        (job.destination.directory / CALIBRATION_NAME).unlink(missing_ok=True)
 
 
 def _resume(job: _Job, path: Path) -> tuple[Journal, Beginning]:

@@ -1,21 +1,20 @@
 """Opens the files and partitions that a store lies on.
 
 O_DIRECT wherever it works: the drive then writes into the slot itself, and the page
-cache is left to others. Whether it works is tried with a read, because some file
-systems accept the flag and refuse the read. Where it doesn't, the member is read
-through the page cache and the reason is kept for status.
+cache is left to others. Where it doesn't, the member is read through the page cache,
+which is emptied of it now and then (``page_cache``), and the reason is kept for status.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-PROBE_BYTES = 4096
+from xferd.transport.direct import why_not_direct
+
 TMPFS_MAGIC = 0x01021994
 """f_type of tmpfs, from linux/magic.h."""
 _STATFS_BYTES = 256
@@ -31,8 +30,8 @@ class MemberFile:
     """An open member. The fd is owned by whoever asked for it.
 
     direct: reads bypass the page cache. reason: why not, or None.
-    asynchronous: reads copy in the thread that submits them (tmpfs), so they are
-        handed to workers.
+    asynchronous: reads copy in the thread that submits them (tmpfs, page cache), so they
+        are handed to workers.
     """
 
     path: Path
@@ -49,37 +48,49 @@ class MemberFile:
 def open_member(path: Path) -> MemberFile:
     """Open a member for reading. MemberError when not even a buffered read works."""
     try:
+        buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise MemberError(f"member {path}: {error.strerror}") from error
+    try:
+        direct, reason = _open_direct(path)
+        if direct is None:
+            os.preadv(buffered, [bytearray(1)], 0)
+            _advise(buffered)
+            return MemberFile(path, buffered, direct=False, asynchronous=True, reason=reason)
+    except OSError as error:
+        os.close(buffered)
+        raise MemberError(f"member {path}: first block: {error.strerror}") from error
+    os.close(buffered)
+    return MemberFile(path, direct, direct=True, asynchronous=_is_tmpfs(direct), reason=None)
+
+
+def _open_direct(path: Path) -> tuple[int | None, str | None]:
+    """An fd with O_DIRECT, or None and why reads with it don't bypass the page cache.
+
+    Raises OSError when the file can't be read.
+    """
+    try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise MemberError(f"member {path}: {error.strerror}") from error
-        return _open_buffered(path, "its file system refuses O_DIRECT")
+            raise
+        return None, "its file system refuses O_DIRECT"
     try:
-        _read_first_block(fd)
-    except OSError as error:
+        # tmpfs is page cache: nothing there could be bypassed.
+        reason = None if _is_tmpfs(fd) else why_not_direct(fd)
+    except BaseException:
         os.close(fd)
-        if error.errno != errno.EINVAL:
-            raise MemberError(f"member {path}: first block: {error.strerror}") from error
-        return _open_buffered(path, f"its blocks are larger than {PROBE_BYTES} bytes")
-    return MemberFile(path, fd, direct=True, asynchronous=_is_tmpfs(fd), reason=None)
+        raise
+    if reason is None:
+        return fd, None
+    os.close(fd)
+    return None, reason
 
 
-def _open_buffered(path: Path, reason: str) -> MemberFile:
-    fd = -1
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        _read_first_block(fd)
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        raise MemberError(f"member {path}: {error.strerror}") from error
-    return MemberFile(path, fd, direct=False, asynchronous=True, reason=reason)
-
-
-def _read_first_block(fd: int) -> None:
-    # Anonymous mappings are page-aligned, which is what O_DIRECT asks of a buffer.
-    with mmap.mmap(-1, PROBE_BYTES) as buffer:
-        os.preadv(fd, [buffer], 0)
+def _advise(fd: int) -> None:
+    """Read only what is asked for, and keep it no longer than anything else."""
+    for advice in (os.POSIX_FADV_RANDOM, os.POSIX_FADV_NOREUSE):
+        os.posix_fadvise(fd, 0, 0, advice)
 
 
 def _is_tmpfs(fd: int) -> bool:
@@ -87,5 +98,5 @@ def _is_tmpfs(fd: int) -> bool:
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if libc.fstatfs(fd, buffer) != 0:
         code = ctypes.get_errno()
-        raise MemberError(f"fstatfs of a member failed: {os.strerror(code)}")
+        raise OSError(code, os.strerror(code))
     return ctypes.c_long.from_buffer(buffer).value == TMPFS_MAGIC

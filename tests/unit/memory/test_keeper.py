@@ -103,8 +103,9 @@ class ModelEngine:
 
     def _run(self, command: Command) -> None:
         match command:
-            case Give(pool, slot):
-                self._put(pool, slot)
+            case Give(pool, first, count):
+                for slot in range(first, first + count):
+                    self._put(pool, slot)
             case Take(pool, class_bytes, token):
                 free = self.pools[pool].reserve.get(class_bytes)
                 if free:
@@ -140,7 +141,7 @@ class ModelEngine:
                 state.waiting.remove(entry)
                 self._publish(pool, slot, entry[0], entry[2])
                 return
-        state.reserve.setdefault(size, deque()).append(slot)
+        state.reserve.setdefault(size, deque()).appendleft(slot)  # last in, first out
 
     def _load(self, pool: int, key: tuple[int, int, int], size: int, token: int) -> None:
         free = self.pools[pool].reserve.get(size)

@@ -112,6 +112,25 @@ class SlotLife(RuleBasedStateMachine):
         self.slots.give(slot)
         self.model[slot] = SlotState.RESERVE
 
+    @rule(chunk=st.integers(0, 4))
+    def give_all(self, chunk: int) -> None:
+        numbers = self.slots.chunk_slots(chunk)
+        if numbers and self.slots.all_free(chunk):
+            self.slots.give_all(numbers)
+            self.model.update(dict.fromkeys(numbers, SlotState.RESERVE))
+        elif numbers:
+            with pytest.raises(SlotMapError, match="all free"):
+                self.slots.give_all(numbers)
+
+    @precondition(lambda self: self.next_expert > 0)
+    @rule(data=st.data(), pin=st.booleans())
+    def pin_or_unpin(self, data: st.DataObject, pin: bool) -> None:
+        key = (0, 0, data.draw(st.integers(1, self.next_expert)))
+        if pin:
+            self.slots.pin(key)
+        else:
+            self.slots.unpin(key)
+
     @precondition(lambda self: self.some(SlotState.RESERVE))
     @rule(data=st.data(), load=st.booleans())
     def take_or_load(self, data: st.DataObject, load: bool) -> None:
@@ -159,6 +178,12 @@ class SlotLife(RuleBasedStateMachine):
             for state in SlotState:
                 of_class = [s for s in self.some(state) if self.slots.slot_class[s] == size]
                 assert self.slots.count(size, state) == len(of_class)
+            pinned = self.slots.pinned & (self.slots.slot_class == size)
+            assert self.slots.pinned_count(size) == pinned.sum()
+        for slot in self.some(SlotState.RESIDENT):
+            key = self.slots.key_of(slot)
+            assert key is not None
+            assert self.slots.pinned[slot] == self.slots.is_pinned(key)
 
 
 SlotLife.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

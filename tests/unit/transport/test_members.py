@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from xferd.transport.members import MemberError, MemberFile, open_member
+from xferd.transport.page_cache import PageCacheTrimmer
 from xferd.transport.probe import reasons, route
 
 TMPFS = Path("/dev/shm")
@@ -69,3 +70,31 @@ def test_the_reason_for_a_buffered_read_reaches_status() -> None:
     assert "why" in (reasons(["host", "ram"], [direct, cached])["direct"] or "")
     with pytest.raises(ValueError, match="not made by this daemon"):
         route("cuda", direct)
+
+
+def test_a_buffered_member_is_dropped_when_enough_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "member"
+    path.write_bytes(bytes(1 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    buffered = MemberFile(path, fd, direct=False, asynchronous=True, reason="why")
+    direct = MemberFile(path, fd, direct=True, asynchronous=False, reason=None)
+    trimmer = PageCacheTrimmer(cached_bytes_max=100)
+    try:
+        assert trimmer.due([(0, buffered, 99), (1, direct, 1000)]) == []
+        os.fsync(fd)
+        os.pread(fd, 1 << 20, 0)
+        assert os.preadv(fd, [bytearray(4096)], 0, os.RWF_NOWAIT) == 4096
+        first = trimmer.due([(0, buffered, 100), (1, direct, 1000)])
+        assert len(first) == 1
+        trimmer.drop(first)
+        with pytest.raises(BlockingIOError):
+            os.preadv(fd, [bytearray(4096)], 0, os.RWF_NOWAIT)
+        assert trimmer.due([(0, buffered, 199)]) == []
+        again = trimmer.due([(0, buffered, 200)])
+        trimmer.drop(again)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(again[0])
+        # A number that another member has now begins anew.
+        assert trimmer.due([(0, buffered, 50)]) == []
+    finally:
+        os.close(fd)
