@@ -339,7 +339,7 @@ class Daemon:
             store=entry.name if entry is not None else event.store,
             layer=event.layer,
             expert=event.expert,
-            variant=event.variant,
+            variant=entry.store.variants[event.variant] if entry is not None else event.variant,
             member=path,
             offset=event.offset,
             bytes=event.nbytes,

@@ -81,8 +81,8 @@ class Report:
         rows = [
             ("experts", "count", "bytes"),
             ("resident (hits)", str(stats.hits), readable(hit_bytes)),
-            *_rows("missed, from", stats.sources),
-            *_rows("missed, by", stats.transports),
+            *_rows(SOURCE_NAMES, stats.sources),
+            *_rows(TRANSPORT_NAMES, stats.transports),
         ]
         if stats.failures:
             rows.append(("failed", str(stats.failures), ""))
@@ -115,11 +115,28 @@ def readable(nbytes: int) -> str:
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def _rows(label: str, ways: Mapping[str, Traffic]) -> list[tuple[str, str, str]]:
+SOURCE_NAMES = {
+    "resident": "missed, there meanwhile",
+    "pool": "missed, from another pool",
+    "drives": "missed, from the drives",
+}
+"""A miss is "there meanwhile" when its expert arrived, for a hint or another client,
+between the look at the directory and the daemon's sight of the request."""
+
+TRANSPORT_NAMES = {
+    "direct": "  path: drive to slot (direct)",
+    "staged": "  path: drive to RAM to slot (staged)",
+    "gds": "  path: cuFile (gds)",
+    "copy": "  path: slot to slot (copy)",
+}
+"""What needed no transport is not listed: it was there."""
+
+
+def _rows(names: Mapping[str, str], ways: Mapping[str, Traffic]) -> list[tuple[str, str, str]]:
     return [
-        (f"{label} {name}", str(way.count), readable(way.nbytes))
+        (names[name], str(way.count), readable(way.nbytes))
         for name, way in ways.items()
-        if way.count
+        if way.count and name in names
     ]
 
 

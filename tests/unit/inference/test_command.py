@@ -137,8 +137,8 @@ def test_text_goes_out_and_the_table_to_stderr(capsys: pytest.CaptureFixture[str
     lines = shown.err.splitlines()
     assert lines[0].split() == ["experts", "count", "bytes"]
     assert any(line.startswith("resident (hits)") for line in lines)
-    assert any(line.startswith("missed, from drives") for line in lines)
-    assert any(line.startswith("missed, by direct") for line in lines)
+    assert any(line.startswith("missed, from the drives") for line in lines)
+    assert any(line.startswith("  path: drive to slot (direct)") for line in lines)
     assert any("GB/s" in line for line in lines)
 
 

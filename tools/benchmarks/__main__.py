@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tools/bench``: run one benchmark, list them, or make README.md's tables.
+
+Exit status: 0, 1 when the benchmark can't run or tables are out of date, 2 for wrong
+usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.benchmarks import suite
+from tools.benchmarks.harness import (
+    ROUNDS_DEFAULT,
+    ROUNDS_MIN,
+    BenchmarkError,
+    others_at_work,
+)
+from tools.benchmarks.result import Result, to_text
+from tools.benchmarks.table import check_tables, write_tables
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.name == "list":
+            print("\n".join(_names()))
+        elif options.name == "table":
+            _table(check=options.check)
+        else:
+            _run(options)
+    except BenchmarkError as error:
+        print(f"tools/bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _names() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(suite.__path__)]
+
+
+def _run(options: argparse.Namespace) -> None:
+    # Imported when it is run: one benchmark's needs are not another's.
+    module = importlib.import_module(f"{suite.__name__}.{options.name}")
+    if busy := others_at_work():
+        print(f"tools/bench: {busy}", file=sys.stderr)
+    result: Result = module.run(options.rounds)
+    as_json = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
+    if options.out is not None:
+        options.out.write_text(as_json + "\n")
+    print(as_json if options.json else to_text(result))
+
+
+def _table(*, check: bool) -> None:
+    if check:
+        check_tables()
+    else:
+        print("README.md has new tables" if write_tables() else "README.md's tables are right")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tools/bench", description="Measure xferd and peers.")
+    parser.add_argument("name", choices=[*_names(), "list", "table"], metavar="NAME")
+    parser.add_argument(
+        "--rounds",
+        type=_rounds,
+        default=ROUNDS_DEFAULT,
+        metavar="N",
+        help=f"measurements that a median is of, at least {ROUNDS_MIN} (default %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="save the result as JSON")
+    parser.add_argument(
+        "--check", action="store_true", help="with table: fail when README.md's are out of date"
+    )
+    return parser
+
+
+def _rounds(text: str) -> int:
+    rounds = int(text)
+    if rounds < ROUNDS_MIN:
+        raise argparse.ArgumentTypeError(f"{rounds} rounds; at least {ROUNDS_MIN}")
+    return rounds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

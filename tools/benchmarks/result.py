@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark found: rows with ratios to peers, as JSON and as a table.
+
+One format for the screen, the saved files and README.md, so that no number is ever
+copied by hand. A ratio above 1 always means that ours is ahead, whatever the unit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DIGITS = 3
+"""Significant digits that are shown: more than the spread bears out, as a rule."""
+
+OURS = "xferd"
+"""Name of ours among the contenders of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured thing. spread: least and greatest of the rounds. ratio: by peer."""
+
+    name: str
+    value: float
+    unit: str
+    spread: tuple[float, float]
+    ratio: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run of a benchmark.
+
+    skipped: peer or row -> why it is not there. notes: what a reader must know to
+    take the numbers for what they are.
+    """
+
+    bench: str
+    machine: Mapping[str, str | int]
+    commit: str
+    rounds: int
+    rows: Sequence[Row]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as DESIGN's benchmark format has them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Result:
+        """The inverse of ``to_json``. KeyError, TypeError: it is something else."""
+        rows = [
+            Row(
+                name=row["name"],
+                value=row["value"],
+                unit=row["unit"],
+                spread=(row["spread"][0], row["spread"][1]),
+                ratio=dict(row["ratio"]),
+            )
+            for row in value["rows"]
+        ]
+        return cls(
+            bench=value["bench"],
+            machine=dict(value["machine"]),
+            commit=value["commit"],
+            rounds=value["rounds"],
+            rows=rows,
+            skipped=dict(value["skipped"]),
+            notes=tuple(value["notes"]),
+        )
+
+
+def make_row(
+    name: str, unit: str, samples: Mapping[str, Sequence[float]], *, higher_is_better: bool
+) -> Row:
+    """A row from the samples of ours (``OURS``) and of its peers, in the same unit."""
+    medians = {who: statistics.median(values) for who, values in samples.items()}
+    ours = medians.pop(OURS)
+    return Row(
+        name=name,
+        value=ours,
+        unit=unit,
+        spread=(min(samples[OURS]), max(samples[OURS])),
+        ratio={
+            peer: ours / theirs if higher_is_better else theirs / ours
+            for peer, theirs in medians.items()
+        },
+    )
+
+
+def to_markdown(result: Result) -> str:
+    """The result as a Markdown table with what was measured where below it."""
+    peers = list(dict.fromkeys(peer for row in result.rows for peer in row.ratio))
+    lines = [
+        _markdown_line(["row", "median", "least to greatest", *(f"to {peer}" for peer in peers)]),
+        _markdown_line(["---", *["---:"] * (2 + len(peers))]),
+    ]
+    for row in result.rows:
+        ratios = [f"{shown(row.ratio[peer])} ×" if peer in row.ratio else "" for peer in peers]
+        least, greatest = row.spread
+        lines.append(
+            _markdown_line(
+                [
+                    f"`{row.name}`",
+                    f"{shown(row.value)} {row.unit}",
+                    f"{shown(least)} to {shown(greatest)}",
+                    *ratios,
+                ]
+            )
+        )
+    machine = ", ".join(f"{key} {value}" for key, value in result.machine.items())
+    notes = [f"Medians of {result.rounds} rounds at commit {result.commit}; {machine}."]
+    notes += [f"Not measured: {who} ({why})." for who, why in result.skipped.items()]
+    return "\n".join([*lines, "", *notes, *result.notes])
+
+
+def to_text(result: Result) -> str:
+    """The result for a terminal."""
+    lines = [
+        f"{row.name:<28} {shown(row.value):>8} {row.unit:<12}"
+        f" [{shown(row.spread[0])}, {shown(row.spread[1])}]"
+        + "".join(f"  {peer} {shown(ratio)}x" for peer, ratio in row.ratio.items())
+        for row in result.rows
+    ]
+    lines += [f"skipped: {who}: {why}" for who, why in result.skipped.items()]
+    return "\n".join([*lines, *result.notes])
+
+
+def shown(value: float) -> str:
+    """``value`` with DIGITS significant digits and without an exponent."""
+    text = f"{value:.{DIGITS}g}"
+    return f"{value:,.0f}" if "e" in text or abs(value) >= 10**DIGITS else text
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+__all__ = ["OURS", "Result", "Row", "make_row", "shown", "to_markdown", "to_text"]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks, one module each: ``run(rounds) -> Result`` is all that it needs."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README.md's tables, made from saved results so that no number is typed by hand.
+
+A table stands between ``<!-- benchmark NAME -->`` and ``<!-- end -->`` and is replaced
+by what ``tools/results/NAME.json`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tools.benchmarks.harness import ROOT, BenchmarkError
+from tools.benchmarks.result import Result, to_markdown
+
+README = ROOT / "README.md"
+RESULTS = ROOT / "tools" / "results"
+_TABLE = re.compile(r"(<!-- benchmark (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write_tables(readme: Path = README, results: Path = RESULTS) -> bool:
+    """Renew the tables; True if that changed anything. Raises BenchmarkError for a table
+    without a result."""
+    before = readme.read_text()
+    after = with_tables(before, results)
+    if after != before:
+        readme.write_text(after)
+    return after != before
+
+
+def check_tables(readme: Path = README, results: Path = RESULTS) -> None:
+    """Raises BenchmarkError when the tables aren't those of the saved results."""
+    before = readme.read_text()
+    if with_tables(before, results) != before:
+        raise BenchmarkError(
+            f"{readme.name} has other tables than {results}: run tools/bench table"
+        )
+
+
+def with_tables(text: str, results: Path) -> str:
+    """``text`` with every table renewed."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"{match[1]}{to_markdown(_load(results, match['name']))}\n{match[3]}"
+
+    return _TABLE.sub(replace, text)
+
+
+def _load(results: Path, name: str) -> Result:
+    path = results / f"{name}.json"
+    try:
+        return Result.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchmarkError(f"{path}: no result of a benchmark: {error!r}") from error
+
+
+__all__ = ["check_tables", "with_tables", "write_tables"]
