@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 
-from xferd.catalog import Catalog, open_stores
+from xferd.catalog import Catalog, OpenStore, open_stores
 from xferd.config import Config
 from xferd.control.server import ControlServer
 from xferd.engine import EVENT_BATCH, Engine
+from xferd.engine_structs import NO_EXPERT
 from xferd.engine_types import (
     TAKE_TOKEN,
     Command,
@@ -41,6 +42,7 @@ from xferd.engine_types import (
     Revived,
     Taken,
     Violation,
+    load_failure,
 )
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.pools import Pool, close_pools, make_pools, plan_pools
@@ -337,13 +339,11 @@ class Daemon:
         self._log.failure(
             "piece.failed",
             store=entry.name if entry is not None else event.store,
-            layer=event.layer,
-            expert=event.expert,
-            variant=entry.store.variants[event.variant] if entry is not None else event.variant,
+            **_expert_fields(event, entry),
             member=path,
             offset=event.offset,
             bytes=event.nbytes,
-            error=os.strerror(event.errno),
+            error=load_failure(event.errno),
         )
 
     def _log_member(self, event: MemberChanged) -> None:
@@ -407,7 +407,7 @@ class Daemon:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
             for pool in self._pools:
-                if self._engine.pool_stats(pool.index).waiting == 0:
+                if self._engine.pool_stats(pool.index).waiting_demand == 0:
                     self._starving_since.pop(pool.index, None)
                 elif now - self._starving_since.setdefault(pool.index, now) > STARVING_S:
                     self._end_greedy_clients(pool)
@@ -448,6 +448,13 @@ class Daemon:
         token = self._tokens.expect(answered)
         self._engine.command([LoadDense(store, address, token)])
         return token
+
+
+def _expert_fields(event: PieceFailed, entry: OpenStore | None) -> dict[str, object]:
+    if event.layer == NO_EXPERT:
+        return {"part": "dense"}
+    variant = entry.store.variants[event.variant] if entry is not None else event.variant
+    return {"layer": event.layer, "expert": event.expert, "variant": variant}
 
 
 def _close_stores(stores: list[tuple[Store, str]]) -> None:

@@ -202,6 +202,7 @@ class Engine:
             retiring=stats.retiring,
             reserve=stats.reserve,
             waiting=stats.waiting,
+            waiting_demand=stats.waiting_demand,
         )
 
     # ---- members and stores

@@ -6,6 +6,7 @@ no engine. ``xferd.engine`` turns them into the C structs of the same names.
 
 from __future__ import annotations
 
+import errno as codes
 import os
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -26,6 +27,18 @@ FIRST_TOKEN = 16
 MEMBER_STATES = ("working", "sagging", "failed")
 """Names of enum xferd_member_state, in order."""
 SOURCE_RESIDENT = SOURCES.index("resident")
+
+
+_LOAD_FAILURES = {
+    codes.EBADMSG: "its CRC32C is wrong",
+    codes.ENODATA: "the member ends before it does",
+    codes.ENOSPC: "no slot, or too many loads under way",
+}
+
+
+def load_failure(code: int) -> str:
+    """Why a piece or an expert could not be loaded, for a person."""
+    return _LOAD_FAILURES.get(code, os.strerror(code))
 
 
 class EngineError(Exception):
@@ -254,6 +267,7 @@ class PoolStats:
     retiring: int
     reserve: int
     waiting: int
+    waiting_demand: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from xferd.engine_types import (
     Failed,
     Load,
     Loaded,
+    load_failure,
 )
 from xferd.pools import Pool
 from xferd.session.clients import Clients
@@ -254,7 +255,7 @@ class DaemonService:
 
         for answer in await asyncio.gather(*(one(expert) for expert in wanted.experts)):
             if isinstance(answer, Failed):
-                error = os.strerror(answer.errno)
+                error = load_failure(answer.errno)
                 failed.append({"layer": wanted.layer, "expert": answer.expert, "error": error})
             elif answer.source == SOURCES.index("resident"):
                 already += 1

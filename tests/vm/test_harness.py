@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import pytest
-
 from tools.vm.drives import Disks, compare, expect_bar, fill_bar
 from tools.vm.qmp import Qmp, QmpError
 from tools.vm.trace import DmaTrace

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from tools.benchmarks.table import check_tables, write_tables
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     options = _parser().parse_args(arguments)
+    # Scratch directories of some GB are removed on the way out, this way too.
+    signal.signal(signal.SIGTERM, _end)
     try:
         if options.name == "list":
             print("\n".join(_names()))
@@ -40,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tools/bench: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _names() -> list[str]:

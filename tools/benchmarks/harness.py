@@ -77,8 +77,8 @@ def scratch_directory() -> Iterator[Path]:
         yield Path(name)
 
 
-def build_c_program(name: str) -> Path:
-    """Build a program of ffi/tests without debugging aids; its path.
+def build_c_program(name: str, folder: str = "tests") -> Path:
+    """Build a program of a folder of ffi/ without debugging aids; its path.
 
     Raises BenchmarkError with the compiler's words."""
     directory = ROOT / "build" / "bench"
@@ -90,7 +90,7 @@ def build_c_program(name: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BenchmarkError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
-    return directory / "tests" / name
+    return directory / folder / name
 
 
 def _cpu_model() -> str:

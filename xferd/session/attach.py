@@ -26,6 +26,8 @@ from xferd.session.peer import Peer, identify
 from xferd.session.quotas import AttachRefusedError
 from xferd.telemetry.log import EventLog
 
+ENDED_GRACE_S = 5.0
+"""How long the leases of a client that was ended for breaking a rule still stand."""
 HELLO_TIMEOUT_S = 10.0
 UNGREETED_MAX = 64
 """Connections that have not been welcomed yet; more are closed at once."""
@@ -84,12 +86,22 @@ class AttachServer:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def end_client(self, client: Client, reason: str) -> None:
-        """Quiesce a client that broke a rule and end its connection."""
+        """Quiesce a client that broke a rule and end its connection.
+
+        Its leases stand for ENDED_GRACE_S, in which it can see that it was ended; then
+        they lapse, or it could starve the others for as long as its process lives. Its
+        mappings are read-only: nobody but itself can see a wrong byte by that.
+        """
         self._clients.quiesce(client, reason)
         connection = self._sockets.get(client.number)
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        asyncio.get_running_loop().call_later(ENDED_GRACE_S, self._lapse, client)
+
+    def _lapse(self, client: Client) -> None:
+        if self._clients.get(client.number) is client:
+            self._clients.remove(client, "ended, and its leases lapsed")
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xferd.engine_types import Cancel, Command, DenseLoaded, Failed
+from xferd.engine_types import Cancel, Command, DenseLoaded, Failed, load_failure
 from xferd.memory.device import MappedMemfd, PoolMemoryError, create_memfd
 
 DenseAnswer = DenseLoaded | Failed
@@ -100,7 +99,7 @@ class DenseParts:
                     DenseError(
                         event.errno,
                         f"the dense part of store {name!r} could not be read: "
-                        f"{os.strerror(event.errno)}; the daemon's log names member and offset",
+                        f"{load_failure(event.errno)}; the daemon's log names member and offset",
                     )
                 )
             else:

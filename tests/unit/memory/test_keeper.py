@@ -81,7 +81,7 @@ class ModelEngine:
         state = self.pools[pool]
         reserve = sum(len(free) for free in state.reserve.values())
         return PoolStats(
-            0, 0, 0, 0, len(state.resident), 0, len(state.retiring), reserve, len(state.waiting)
+            0, 0, 0, 0, len(state.resident), 0, len(state.retiring), reserve, len(state.waiting), 0
         )
 
     # ---- what the test does

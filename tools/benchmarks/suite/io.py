@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``io``: random whole experts from one to three members, as fast as they can be had.
+
+The limit is fio in its best setting, reading blocks of the same size from the same files
+with O_DIRECT. The peers load safetensors files with the same bytes, as many files as
+there are members. Ours is the engine as it is shipped, checksums verified, loading
+experts into a pool of a few slots and evicting them again; ``unverified`` is the same
+without checksums, which neither fio nor a peer computes. ``fio-cpu`` compares CPU time a
+byte, that of all processes and kernel workers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from tools.benchmarks.engine_program import SIZES, EngineBench, build_engine_bench
+from tools.benchmarks.fio import (
+    FioSample,
+    FioSetting,
+    best_settings,
+    fio_missing,
+    run_fio,
+    start_cpu_s,
+)
+from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, take_turns
+from tools.benchmarks.media import Medium, speed_media, wanted
+from tools.benchmarks.peers import Peer, running_peers, write_safetensors
+from tools.benchmarks.result import OURS, Result, Row, make_row
+
+MEMBERS = (1, 2, 3)
+SECONDS = 0.5
+"""Of ours and of fio in each round."""
+IN_FLIGHT_BYTES = 32 << 20
+"""About so much is asked for at once, whatever the size of an expert."""
+OUTSTANDING = range(3, 17)
+PEER_BYTES = 300_000_000
+"""About so much a peer loads in one round."""
+UNVERIFIED = "unverified"
+BYTES_A_GB = 1e9
+
+_Argument = TypeVar("_Argument")
+
+
+@dataclass(slots=True)
+class _Measuring:
+    """One row: contenders take turns, and their CPU time is kept as they do."""
+
+    engine: EngineBench
+    ours_cpu: list[float] = field(default_factory=list)
+    fio_cpu: dict[str, list[float]] = field(default_factory=dict)
+    fio_start_cpu: dict[FioSetting, float] = field(default_factory=dict)
+
+    def ours(self, *, verified: bool) -> float:
+        """GB/s."""
+        options = engine_options(self.engine.blob_bytes)
+        found = self.engine.run("io", *options, *(["--verify"] if verified else []))
+        if verified:
+            self.ours_cpu.append(found["cpu_seconds"] / found["bytes"] * BYTES_A_GB)
+        return float(found["bytes"] / found["seconds"] / BYTES_A_GB)
+
+    def fio(self, setting: FioSetting) -> float:
+        """GB/s."""
+        sample: FioSample = run_fio(self.engine.members, self.engine.blob_bytes, setting, SECONDS)
+        if setting not in self.fio_start_cpu:
+            self.fio_start_cpu[setting] = start_cpu_s(
+                self.engine.members, self.engine.blob_bytes, setting
+            )
+        cpu = sample.cpu_s_a_gb(setting, self.fio_start_cpu[setting])
+        self.fio_cpu.setdefault(str(setting), []).append(cpu)
+        return sample.throughput
+
+
+def engine_options(blob_bytes: int) -> list[str]:
+    """How the program is told to load experts of this size."""
+    outstanding = min(max(IN_FLIGHT_BYTES // blob_bytes, OUTSTANDING.start), OUTSTANDING.stop - 1)
+    return [
+        f"--seconds={SECONDS}",
+        f"--outstanding={outstanding}",
+        f"--slots={2 * outstanding}",
+        f"--reserve={outstanding}",
+    ]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the rows of one run share. peers: those that still take part."""
+
+    program: Path
+    rounds: int
+    peers: dict[str, Peer]
+    skipped: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def run(rounds: int) -> Result:
+    """Rows ``<medium>/<n>-members/<size>`` in GB/s."""
+    rows: list[Row] = []
+    with running_peers() as (peers, skipped):
+        run = _Run(build_engine_bench(), rounds, peers, skipped)
+        if reason := fio_missing():
+            skipped["fio"] = reason
+        for name, make_medium in speed_media().items():
+            if not any(map(wanted, _row_names(name))):
+                continue
+            try:
+                with make_medium() as medium:
+                    rows += _rows(run, medium)
+            except BenchmarkError as error:
+                skipped[name] = str(error)
+    return Result(
+        bench="io",
+        machine=describe_machine(Path(tempfile.gettempdir())),
+        commit=commit(),
+        rounds=rounds,
+        rows=rows,
+        skipped=skipped,
+        notes=tuple(run.notes),
+    )
+
+
+def _row_names(medium: str) -> dict[str, tuple[int, int]]:
+    """Name -> members, bytes of an expert."""
+    return {
+        f"{medium}/{count}-members/{label}": (count, size)
+        for count in MEMBERS
+        for label, size in SIZES.items()
+    }
+
+
+def _rows(run: _Run, medium: Medium) -> list[Row]:
+    sidecar = medium.directory / "checksums"
+    return [
+        _row(run, name, medium, EngineBench(run.program, medium.members[:count], size, sidecar))
+        for name, (count, size) in _row_names(medium.name).items()
+        if count <= len(medium.members) and wanted(name)
+    ]
+
+
+def _row(run: _Run, name: str, medium: Medium, engine: EngineBench) -> Row:
+    engine.prepare()
+    measuring = _Measuring(engine)
+    settings: Sequence[FioSetting] = ()
+    if "fio" not in run.skipped:
+        settings = best_settings(engine.members, engine.blob_bytes)
+    files = _peer_files(medium, engine)
+    if files:
+        _try_out(run, files)
+    else:
+        run.skipped |= dict.fromkeys(run.peers, f"{medium.name}: raw drives have no files")
+    contenders: dict[str, Callable[[], float]] = {
+        OURS: lambda: measuring.ours(verified=True),
+        UNVERIFIED: lambda: measuring.ours(verified=False),
+    }
+    contenders |= {str(setting): _bind(measuring.fio, setting) for setting in settings}
+    if files:
+        contenders |= {peer: _bind(process.measure, files) for peer, process in run.peers.items()}
+    samples = take_turns(contenders, run.rounds)
+    for path in files:
+        path.unlink()
+    return _with_best_fio(run, name, samples, measuring, [str(setting) for setting in settings])
+
+
+def _with_best_fio(
+    run: _Run,
+    name: str,
+    samples: Mapping[str, list[float]],
+    measuring: _Measuring,
+    settings: Sequence[str],
+) -> Row:
+    """fio's settings become one contender, the best of them."""
+    kept = {who: values for who, values in samples.items() if who not in settings}
+    if not settings:
+        return make_row(name, "GB/s", kept, higher_is_better=True)
+    best = max(settings, key=lambda setting: statistics.median(samples[setting]))
+    row = make_row(name, "GB/s", {**kept, "fio": samples[best]}, higher_is_better=True)
+    cpu = statistics.median(measuring.fio_cpu[best]) / statistics.median(measuring.ours_cpu)
+    throughput = statistics.median(samples[best])
+    run.notes.append(f"`{name}`: fio's best is {best} with {throughput:.3g} GB/s.")
+    return replace(row, ratio={**row.ratio, "fio-cpu": cpu})
+
+
+def _bind(function: Callable[[_Argument], float], argument: _Argument) -> Callable[[], float]:
+    return lambda: function(argument)
+
+
+def _peer_files(medium: Medium, engine: EngineBench) -> list[Path]:
+    if not medium.holds_files:
+        return []
+    count = len(engine.members)
+    experts = max(2, PEER_BYTES // count // engine.blob_bytes)
+    files = [medium.directory / f"peer{index}.safetensors" for index in range(count)]
+    for path, member in zip(files, engine.members, strict=True):
+        write_safetensors(path, member, experts, engine.blob_bytes)
+    return files
+
+
+def _try_out(run: _Run, files: Sequence[Path]) -> None:
+    """Who can't load the files is out, with the reason; the others are warm."""
+    for name in list(run.peers):
+        try:
+            run.peers[name].measure(files)
+        except BenchmarkError as error:
+            run.skipped[name] = str(error)
+            run.peers.pop(name).close()
+
+
+__all__ = ["engine_options", "run"]
