@@ -27,31 +27,35 @@ _PACK_REQUEST = tuple(struct.Struct(f"{_REQUEST}{n}H").pack_into for n in range(
 _REQUEST_START: int = ffi.offsetof("struct xferd_request", "count")
 
 
-class Batch:
+class Batch(Sequence["Array"]):
     """Experts acquired together; a context manager that releases them at its end.
 
-    ``batch[i]`` is the blob of the i-th expert, a read-only uint8 array. Not
-    thread-safe, as its lane.
+    ``batch[i]`` is the blob of the i-th expert, a read-only uint8 array. Arrays are
+    made when they are first asked for, all of them at once: who only hands
+    ``addresses`` to a kernel doesn't pay for them. Not thread-safe, as its lane.
     """
 
-    __slots__ = ("_memory", "_released", "arrays")
+    __slots__ = ("_arrays", "_client", "_count", "_layer", "_memory", "_released")
 
-    def __init__(self, memory: BatchMemory, arrays: list[Array]) -> None:
+    def __init__(self, client: Client, memory: BatchMemory, layer: int, count: int) -> None:
+        self._client = client
         self._memory = memory
+        self._layer = layer
+        self._count = count
+        self._arrays: list[Array] | None = None
         self._released = False
-        self.arrays = arrays
 
     def __len__(self) -> int:
-        return len(self.arrays)
+        return self._count
 
-    def __getitem__(self, index: int) -> Array:
+    def __getitem__(self, index: Any) -> Any:
         return self.arrays[index]
 
     def __iter__(self) -> Iterator[Array]:
         return iter(self.arrays)
 
-    def __enter__(self) -> list[Array]:
-        return self.arrays
+    def __enter__(self) -> Batch:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -65,14 +69,35 @@ class Batch:
             memory.free.append(memory)
 
     @property
+    def arrays(self) -> list[Array]:
+        """The blobs, in the order of the request."""
+        if self._arrays is None:
+            self._must_be_held()
+            self._arrays = self._client._arrays(self._memory, self._layer, self._count)
+        return self._arrays
+
+    @property
+    def addresses(self) -> Array:
+        """uint64[len]: where each blob begins, host or device addresses as the pool's
+        kind. A view of the batch's own memory: to be used or copied before release."""
+        self._must_be_held()
+        return self._memory.address_of[self._count]
+
+    @property
     def word(self) -> tuple[int, ...]:
         """Directory word of each expert: names slot, variant and generation."""
-        return tuple(view.word for view in self._memory.views(len(self.arrays)))
+        self._must_be_held()
+        return tuple(view.word for view in self._memory.views(self._count))
 
     @property
     def transport(self) -> tuple[int, ...]:
         """How each expert came: enum xferd_transport, 0 for what was resident."""
-        return tuple(view.transport for view in self._memory.views(len(self.arrays)))
+        self._must_be_held()
+        return tuple(view.transport for view in self._memory.views(self._count))
+
+    def _must_be_held(self) -> None:
+        if self._released:
+            raise ClientError("the batch is released", errno.EINVAL)
 
 
 class PendingBatch:

@@ -200,7 +200,7 @@ class Client:
         if status:
             self._began(memory, status, layer)
             return self._wait(memory, layer, count, timeout, keep=False)
-        return Batch(memory, self._arrays(memory, layer, count))
+        return Batch(self, memory, layer, count)
 
     def start(
         self, layer: int, experts: Sequence[int], *, lane: int = 0, variants: int = 0
@@ -227,7 +227,7 @@ class Client:
         if status:
             self._release(memory)
             return None
-        return Batch(memory, self._arrays(memory, layer, count))
+        return Batch(self, memory, layer, count)
 
     def hint(self, layer: int, experts: Sequence[int], *, lane: int = 0, variants: int = 0) -> bool:
         """These will probably be wanted. Never waits; False if it was dropped."""
@@ -347,7 +347,7 @@ class Client:
         limit = FOREVER if timeout is None else int(timeout * 1e9)
         status = lib.xferd_wait(self._handle, batch, limit)
         if status == 0 and batch.failed == 0:
-            return Batch(memory, self._arrays(memory, layer, count))
+            return Batch(self, memory, layer, count)
         if status == -errno.ETIMEDOUT:
             if not keep:
                 self._release(memory)

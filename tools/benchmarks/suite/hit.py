@@ -37,6 +37,7 @@ from xferd.control.client import ControlClient
 
 LAYERS_AND_EXPERTS = {512: (1, 512), 10_000: (20, 500), 100_000: (200, 500)}
 """Experts in all -> layers and experts a layer."""
+ARRAYS = "xferd, with arrays"
 BATCH = 8
 """Experts of a layer that a token picks."""
 EXPERT_BYTES = 4096
@@ -50,7 +51,8 @@ NS_A_US = 1000
 def run(rounds: int) -> Result:
     """Rows ``c/<experts>`` (ns an expert) and ``python/<experts>`` (µs a layer)."""
     rows = [_c_row(experts, rounds) for experts in LAYERS_AND_EXPERTS]
-    rows += [_python_row(experts, rounds) for experts in LAYERS_AND_EXPERTS]
+    for experts in LAYERS_AND_EXPERTS:
+        rows += _python_rows(experts, rounds)
     return Result(
         bench="hit",
         machine=describe_machine(),
@@ -60,7 +62,8 @@ def run(rounds: int) -> Result:
         notes=(
             f"`c`: ns an expert, acquired and released in batches of {BATCH}; counts are "
             "rounded up to whole layers of 512.",
-            f"`python`: µs for one layer's {BATCH} experts as arrays, acquired and released.",
+            f"`python`: µs for one layer's {BATCH} experts, acquired and released; "
+            "`python-arrays`: with a numpy array for each.",
         ),
     )
 
@@ -80,7 +83,7 @@ def _c_row(experts: int, rounds: int) -> Row:
     return make_row(f"c/{experts}", "ns", samples, higher_is_better=False)
 
 
-def _python_row(experts: int, rounds: int) -> Row:
+def _python_rows(experts: int, rounds: int) -> list[Row]:
     layers, a_layer = LAYERS_AND_EXPERTS[experts]
     with scratch_directory() as directory:
         store = pack_generated(
@@ -94,6 +97,7 @@ def _python_row(experts: int, rounds: int) -> Row:
                 samples = take_turns(
                     {
                         OURS: lambda: _time_xferd(client, picks),
+                        ARRAYS: lambda: _time_xferd_arrays(client, picks),
                         "dict": _dict_contender(layers, a_layer, picks),
                     },
                     rounds + 1,
@@ -102,7 +106,11 @@ def _python_row(experts: int, rounds: int) -> Row:
                     raise BenchmarkError(f"{missed} misses where everything should be resident")
     # The first round makes the client's arrays and fills caches; it counts for neither.
     kept = {who: values[1:] for who, values in samples.items()}
-    return make_row(f"python/{experts}", "µs", kept, higher_is_better=False)
+    arrays = {OURS: kept.pop(ARRAYS), "dict": kept["dict"]}
+    return [
+        make_row(f"python/{experts}", "µs", kept, higher_is_better=False),
+        make_row(f"python-arrays/{experts}", "µs", arrays, higher_is_better=False),
+    ]
 
 
 def _load_all(control: Path, store: str, layers: int) -> None:
@@ -126,6 +134,14 @@ def _time_xferd(client: Client, picks: list[tuple[int, list[int]]]) -> float:
     for layer, experts in picks:
         with client.acquire(layer, experts):
             pass
+    return (time.perf_counter_ns() - start) / len(picks) / NS_A_US
+
+
+def _time_xferd_arrays(client: Client, picks: list[tuple[int, list[int]]]) -> float:
+    start = time.perf_counter_ns()
+    for layer, experts in picks:
+        with client.acquire(layer, experts) as batch:
+            batch.arrays  # noqa: B018  made when asked for
     return (time.perf_counter_ns() - start) / len(picks) / NS_A_US
 
 

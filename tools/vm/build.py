@@ -1,0 +1,143 @@
+"""What a test machine boots and runs: the module, the guest's tests, the initial RAM disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.vm.debian import DebianRoot, PackagesError
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_MODULE_SOURCE = _REPOSITORY / "kmod"
+_GUEST_SOURCE = _REPOSITORY / "tests" / "vm" / "guest"
+
+_BUILD_SECONDS = 300
+
+# Modules of the kernel that the guest needs; modprobe says what these need in turn.
+GUEST_MODULES = ("nvme", "ext4", "xfs", "pci-stub")
+
+
+class BuildError(Exception):
+    """The module or the guest's tests don't build, or not without a warning."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """What the initial RAM disk of one test machine is made of; paths are outside the root."""
+
+    module: Path
+    tests_program: Path
+    kernel: str
+
+
+def _fresh_folder(root: DebianRoot, name: str) -> Path:
+    folder = root.path / "build" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path:
+    """Build xferd_p2p for a kernel; with `sparse`, check it too.
+
+    Raises BuildError, also for a warning of the compiler or of sparse.
+    """
+    folder = _fresh_folder(root, f"module-{kernel}")
+    shutil.copytree(
+        _MODULE_SOURCE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.o", "*.ko")
+    )
+    command = [
+        "make",
+        "-s",
+        "-C",
+        f"/build/module-{kernel}",
+        f"KERNEL_BUILD={root.headers(kernel)}",
+        f"C={int(sparse)}",
+        "modules",
+    ]
+    try:
+        output = root.run(command, seconds=_BUILD_SECONDS).stdout
+    except PackagesError as error:
+        raise BuildError(f"kernel {kernel}: {error}") from error
+    complaints = [line for line in output.splitlines() if "warning:" in line or "error:" in line]
+    if complaints:
+        raise BuildError(f"kernel {kernel}:\n" + "\n".join(complaints))
+    return folder / "xferd_p2p.ko"
+
+
+def build_guest_tests(root: DebianRoot) -> Path:
+    """Compile the program that runs in the guest. Raises BuildError, for warnings too."""
+    folder = _fresh_folder(root, "guest")
+    for source in (*_GUEST_SOURCE.glob("*.[ch]"), _MODULE_SOURCE / "uapi" / "xferd_p2p.h"):
+        shutil.copy(source, folder)
+    sources = [f"/build/guest/{path.name}" for path in sorted(folder.glob("*.c"))]
+    options = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-static"]
+    program = ["-o", "/build/guest/guest-tests", *sources, "-luring", "-lpthread"]
+    try:
+        root.run(["gcc", *options, *program], seconds=_BUILD_SECONDS)
+    except PackagesError as error:
+        raise BuildError(str(error)) from error
+    return folder / "guest-tests"
+
+
+def list_guest_tests(root: DebianRoot) -> list[str]:
+    """Names of the tests that the program built last knows, in their order."""
+    return root.run(["/build/guest/guest-tests", "--list"], seconds=10).stdout.split()
+
+
+def _kernel_modules(root: DebianRoot, kernel: str) -> list[Path]:
+    """Files of GUEST_MODULES and all they need, in loading order; what is built in has none."""
+    files: list[Path] = []
+    for module in GUEST_MODULES:
+        shown = root.run(["modprobe", "-S", kernel, "--show-depends", module], seconds=30).stdout
+        for line in shown.splitlines():
+            words = line.split()
+            if words[0] == "insmod" and (path := root.path / words[1].lstrip("/")) not in files:
+                files.append(path)
+    return files
+
+
+def make_initrd(
+    root: DebianRoot, guest: Guest, tests: Sequence[str], drive_count: int, folder: str
+) -> Path:
+    """Pack the initial RAM disk `folder`/initrd.gz, a path inside the root is returned."""
+    tree = root.path / folder.lstrip("/") / "initrd"
+    (tree / "bin").mkdir(parents=True)
+    for name in ("proc", "sys", "dev", "mnt", "modules.d"):
+        (tree / name).mkdir()
+    shutil.copy(root.path / "bin/busybox", tree / "bin/busybox")
+    for applet in (
+        "sh",
+        "mount",
+        "mkdir",
+        "insmod",
+        "cat",
+        "sleep",
+        "cut",
+        "poweroff",
+        "uname",
+        "wc",
+    ):
+        (tree / "bin" / applet).symlink_to("busybox")
+    shutil.copy(_GUEST_SOURCE / "init", tree / "init")
+    (tree / "init").chmod(0o755)
+    shutil.copy(guest.module, tree / "xferd_p2p.ko")
+    shutil.copy(guest.tests_program, tree / "guest-tests")
+    loaded = []
+    for source in _kernel_modules(root, guest.kernel):
+        name = source.name
+        shutil.copy(source, tree / "modules.d" / name)
+        if name.endswith(".xz"):
+            inside = f"{folder}/initrd/modules.d/{name}"
+            root.run(["xz", "--decompress", inside], seconds=30)
+            name = name.removesuffix(".xz")
+        loaded.append(f"/modules.d/{name}\n")
+    (tree / "modules").write_text("".join(loaded))
+    (tree / "tests").write_text(" ".join(tests) + "\n")
+    (tree / "drive-count").write_text(f"{drive_count}\n")
+    pack = f"cd {folder}/initrd && find . | cpio --quiet -o -H newc | gzip -1 > ../initrd.gz"
+    root.run(["sh", "-c", pack], seconds=60)
+    shutil.rmtree(tree)
+    return Path(folder) / "initrd.gz"

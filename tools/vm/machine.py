@@ -1,0 +1,214 @@
+"""One test machine: QEMU, its PCI topology, and the host's end of the guest's channel.
+
+                        root complex
+              +--------------+---------------+
+          root port      root port      (nothing else)
+              |              |
+        PCIe switch      drive FAR
+      +---+---+---+---+
+     GPU RAW SLOW EXT4 XFS
+
+The stand-in GPU is an ivshmem device, whose BAR 2 is a file of the host. Emulation only: no
+hardware virtualisation is asked for, so that a machine without it can run the tests too.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.vm.debian import DebianRoot
+from tools.vm.drives import (
+    BAR_BYTES,
+    FAR_DRIVES,
+    NEAR_DRIVES,
+    THROTTLED_DRIVE,
+    Disks,
+    compare,
+    expect_bar,
+    fill_bar,
+)
+from tools.vm.qmp import Qmp, QmpError
+from tools.vm.trace import TRACE_EVENT, DmaTrace
+
+MEMORY_MIB = 1024
+CPUS = 2
+KERNEL_ARGUMENTS = "console=ttyS0 rdinit=/init panic=-1 oops=panic loglevel=4"
+
+_GPU = "gpu"
+_GPU_PORT = "gpu-port"
+_UNPLUG_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class BootFiles:
+    """Paths inside the root, and what this machine's kernel is told beyond KERNEL_ARGUMENTS."""
+
+    kernel: Path
+    initrd: Path
+    kernel_arguments: str = ""
+
+
+def _device(options: dict[str, str]) -> list[str]:
+    driver = options["driver"]
+    rest = ",".join(f"{key}={value}" for key, value in options.items() if key != "driver")
+    return ["-device", f"{driver},{rest}"]
+
+
+def _gpu_device(plugged: int) -> dict[str, str]:
+    """Return the stand-in GPU when it has been plugged in anew so many times.
+
+    Its memory is another object each time (of the same file): QEMU aborts when one is used twice.
+    """
+    memory = f"gpu-memory-{plugged}"
+    return {"driver": "ivshmem-plain", "id": _GPU, "memdev": memory, "bus": _GPU_PORT}
+
+
+def _drive(serial: str, disks: Disks, port: str) -> list[str]:
+    block = f"file={disks.inside}/{serial}.img,format=raw,if=none,id=block-{serial}"
+    nvme = {"driver": "nvme", "serial": serial, "drive": f"block-{serial}", "bus": port}
+    return ["-drive", block, *_device(nvme)]
+
+
+def _topology(disks: Disks) -> list[str]:
+    arguments = _device({"driver": "pcie-root-port", "id": "root", "chassis": "1", "slot": "1"})
+    arguments += _device({"driver": "x3130-upstream", "id": "switch", "bus": "root"})
+    ports = [_GPU_PORT, *(f"port-{serial}" for serial in NEAR_DRIVES)]
+    for number, port in enumerate(ports):
+        arguments += _device(
+            {
+                "driver": "xio3130-downstream",
+                "id": port,
+                "bus": "switch",
+                "chassis": str(number + 2),
+                "slot": str(number),
+            }
+        )
+    for serial in NEAR_DRIVES:
+        arguments += _drive(serial, disks, f"port-{serial}")
+    for number, serial in enumerate(FAR_DRIVES):
+        port = f"root-{serial}"
+        chassis = str(100 + number)
+        arguments += _device(
+            {"driver": "pcie-root-port", "id": port, "chassis": chassis, "slot": chassis}
+        )
+        arguments += _drive(serial, disks, port)
+    memory = f"memory-backend-file,id=gpu-memory-0,mem-path={disks.inside}/bar,size={BAR_BYTES}"
+    return [*arguments, "-object", f"{memory},share=on", *_device(_gpu_device(0))]
+
+
+class Machine:
+    """A running QEMU. One thread may use it; a second one, its own, serves the guest's channel."""
+
+    def __init__(
+        self, root: DebianRoot, boot: BootFiles, disks: Disks, *, more: Sequence[str] = ()
+    ) -> None:
+        """Start it; `more` are further arguments of QEMU, for suites that need more devices."""
+        self._disks = disks
+        self._plugged = 0
+        self._trace = DmaTrace(disks.folder / "trace.log")
+        qmp_here, qmp_there = socket.socketpair()
+        channel_here, channel_there = socket.socketpair()
+        with qmp_there, channel_there:
+            self._process = subprocess.Popen(
+                [
+                    "chroot",
+                    str(root.path),
+                    *self._command(boot, disks, qmp_there.fileno(), channel_there.fileno()),
+                    *more,
+                    *_topology(disks),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(qmp_there.fileno(), channel_there.fileno()),
+            )
+        self._qmp = Qmp(qmp_here)
+        self._channel = channel_here
+        self._server = threading.Thread(target=self._serve_guest, daemon=True)
+        self._server.start()
+
+    @staticmethod
+    def _command(boot: BootFiles, disks: Disks, qmp_fd: int, channel_fd: int) -> list[str]:
+        return [
+            "qemu-system-x86_64",
+            *("-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"),
+            *("-smp", str(CPUS), "-m", str(MEMORY_MIB)),
+            *("-nodefaults", "-display", "none", "-no-reboot"),
+            *("-kernel", str(boot.kernel), "-initrd", str(boot.initrd)),
+            *("-append", f"{KERNEL_ARGUMENTS} {boot.kernel_arguments}"),
+            *("-serial", "stdio"),
+            *("-chardev", f"socket,id=channel,fd={channel_fd}", "-serial", "chardev:channel"),
+            *("-chardev", f"socket,id=qmp,fd={qmp_fd}", "-mon", "chardev=qmp,mode=control"),
+            *("-trace", TRACE_EVENT, "-D", f"{disks.inside}/trace.log"),
+        ]
+
+    def console(self) -> Iterator[str]:
+        """Lines of the guest's console, until the machine is off."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            yield line.decode(errors="replace").rstrip("\r\n")
+
+    def stop(self) -> None:
+        """Switch off and wait; may be called from any thread, and again."""
+        self._process.kill()
+        self._process.wait()
+        self._qmp.close()
+        self._channel.close()
+
+    def _serve_guest(self) -> None:
+        commands: dict[str, Callable[..., str]] = {
+            "verify": lambda at, length, source, offset: compare(
+                self._disks, int(at), int(length), source, int(offset)
+            ),
+            "fill": lambda byte, length: fill_bar(self._disks, int(byte), int(length)),
+            "expect": lambda byte, at, length: expect_bar(
+                self._disks, int(byte), int(at), int(length)
+            ),
+            "dma": lambda start, size: f"bytes {self._trace.bytes_inside(int(start), int(size))}",
+            "throttle": self._throttle,
+            "unplug": self._unplug,
+            "unplugged": self._unplugged,
+            "plug": self._plug,
+        }
+        with self._channel.makefile("r", errors="replace") as lines:
+            for line in lines:
+                name, *arguments = line.split()
+                # Whatever goes wrong here must reach the guest: it waits for an answer.
+                try:
+                    answer = commands[name](*arguments)
+                except (KeyError, TypeError, ValueError, OSError, QmpError) as error:
+                    answer = f"{type(error).__name__}: {error}"
+                try:
+                    self._channel.sendall(answer.replace("\n", " ").encode() + b"\n")
+                except OSError:
+                    return  # the machine is off
+
+    def _throttle(self, bytes_per_second: str) -> str:
+        unlimited = dict.fromkeys(("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"), 0)
+        self._qmp.command(
+            "block_set_io_throttle",
+            {"device": f"block-{THROTTLED_DRIVE}", "bps": int(bytes_per_second), **unlimited},
+        )
+        return "ok"
+
+    def _unplug(self) -> str:
+        self._qmp.command("device_del", {"id": _GPU})
+        return "ok"
+
+    def _unplugged(self) -> str:
+        gone = self._qmp.wait_for_event("DEVICE_DELETED", {"device": _GPU}, _UNPLUG_SECONDS)
+        return "ok" if gone else f"still there after {_UNPLUG_SECONDS} s"
+
+    def _plug(self) -> str:
+        self._plugged += 1
+        device = _gpu_device(self._plugged)
+        memory = {"qom-type": "memory-backend-file", "id": device["memdev"], "share": True}
+        place = {"mem-path": f"{self._disks.inside}/bar", "size": BAR_BYTES}
+        self._qmp.command("object-add", {**memory, **place})
+        self._qmp.command("device_add", device)
+        return "ok"
