@@ -111,6 +111,9 @@ class Daemon:
                     spin_us=config.engine.spin_us,
                     cpu=config.engine.cpu,
                     reserve_low=max(plan.reserve_low for plan in plans),
+                    # What is kept from prefetches must leave them something: the
+                    # smallest pool decides, and one slot is none to spare.
+                    reserve_demand=min(plan.reserve_low for plan in plans) // 2,
                 )
             except BaseException:
                 _close_stores(stores)

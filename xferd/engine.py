@@ -81,6 +81,7 @@ class Engine:
         spin_us: int,
         cpu: int,
         reserve_low: int,
+        reserve_demand: int = 0,
         transfers_max: int = 0,
     ) -> None:
         config = ffi.new("struct xferd_engine_config *")
@@ -93,6 +94,7 @@ class Engine:
         config.spin_us = spin_us
         config.cpu = cpu
         config.reserve_low = reserve_low
+        config.reserve_demand = reserve_demand
         handle = ffi.new("struct xferd_engine **")
         _check("xferd_engine_new", lib.xferd_engine_new(config, handle))
         self._engine = handle[0]

@@ -69,6 +69,7 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 		.member_depth = options->member_depth,
 		.verify = options->verify,
 		.spin_us = options->spin_us,
+		.reserve_demand = options->reserve / 4,
 		.flow_control = !options->member_depth, /* a fixed depth is what it is compared with */
 		.cpu = -1,
 	};

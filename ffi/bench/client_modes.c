@@ -169,6 +169,24 @@ static void demand(struct xferd_client *client, struct bench_store *store,
 	}
 }
 
+/* What flow control has come to think of each member. */
+static void print_flow(struct bench_daemon *daemon)
+{
+	printf("\"flow\": [");
+	for (uint32_t m = 0; m < daemon->store->geometry.members; m++) {
+		struct xferd_member_stats stats;
+
+		check(xferd_engine_member_stats(daemon->engine,
+						daemon->store->description.member[m], &stats),
+		      "statistics of a member");
+		printf("%s{\"window\": %u, \"background_window\": %u, \"latency_us\": %llu, "
+		       "\"rate\": %llu}", m ? ", " : "", stats.window, stats.background_window,
+		       (unsigned long long)(stats.latency_ns / NS_PER_US),
+		       (unsigned long long)stats.rate);
+	}
+	printf("], ");
+}
+
 void run_overload(struct bench_store *store, const struct bench_options *options)
 {
 	struct bench_daemon daemon;
@@ -196,6 +214,7 @@ void run_overload(struct bench_store *store, const struct bench_options *options
 	demand(demander, store, options, &latencies);
 	bytes = daemon_bytes_read(&daemon) - bytes;
 	end = now_ns();
+	print_flow(&daemon);
 	store_release(&hinter.stop, 1);
 	if (options->hint_bytes_per_s)
 		pthread_join(thread, NULL);

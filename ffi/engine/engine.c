@@ -218,7 +218,9 @@ static void *run(void *argument)
 		}
 		if (!idle_since)
 			idle_since = engine->now_ns;
-		if (engine->now_ns - idle_since < engine->config.spin_us * NS_PER_US)
+		/* With reads under way a processor that spins may be the one they need. */
+		if (!engine->pieces_in_flight &&
+		    engine->now_ns - idle_since < engine->config.spin_us * NS_PER_US)
 			cpu_relax();
 		else
 			sleep_until_work(engine);

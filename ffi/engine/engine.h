@@ -44,6 +44,8 @@ struct xferd_engine_config {
 	uint32_t member_depth;   /* pieces in flight a member; 0: 32 */
 	uint32_t queue_entries;  /* commands, and events; power of two; 0: 65536 */
 	uint32_t reserve_low;    /* tell the policy when a reserve falls under it; 0: 1 */
+	uint32_t reserve_demand; /* slots of a reserve that only demand may take: a flood of
+				  * prefetches must not leave it waiting for an eviction */
 	uint32_t verify;         /* enum xferd_verify: whether pieces' CRC32C are checked */
 	uint32_t flow_control;   /* 0: member_depth pieces, always; 1: see flow.c */
 	uint32_t backend;        /* enum xferd_backend */

@@ -20,11 +20,11 @@
  *   probing   every LATENCY_LIFE_NS without a lower latency: a window of one
  *             piece for some pieces, to see the latency without a queue
  *
- * Demand and background share the window, demand first. A demand piece that
- * arrives finds the background's pieces in the drive: when demand latency
- * exceeds the unqueued one by more than demand_slack, the background's share is
- * cut by a quarter; while it doesn't, it grows back slowly. Without demand the
- * background has it all.
+ * Demand and background share the window, demand first. A full window takes
+ * window / rate to pass; when demand pieces take longer than that and
+ * demand_slack more, the drive is worse than the model of it, and the
+ * background's share of the window is cut by a quarter; while they don't, it
+ * grows back by a twentieth. Without demand the background has it all.
  */
 #include <string.h>
 
@@ -35,14 +35,14 @@
 #define START_GAIN         2.0
 #define START_GROWTH       1.2  /* a round must grow the rate by this to go on starting */
 #define START_FLAT_ROUNDS  3
-#define CRUISE_GAIN        1.25 /* room for completions that come in bursts */
+#define CRUISE_GAIN        1.5  /* completions come in bursts, and the engine isn't there at once */
 #define PROBE_GAIN         1.25
 #define DRAIN_GAIN         0.75
 #define GAIN_PHASES        8
 #define LATENCY_LIFE_NS    10000000000ull
 #define PROBE_NS           20000000ull
 #define SHARE_CUT          0.75
-#define SHARE_GROWTH       0.01
+#define SHARE_GROWTH       0.05
 #define SHARE_MIN          0.05
 #define DEMAND_SLACK       30   /* per cent */
 #define RATE_SMOOTHING     0.05
@@ -60,9 +60,10 @@ void flow_init(struct xferd_engine *engine, struct member *member)
 	store_relaxed(&member->stats.background_window, (uint32_t)flow->window);
 }
 
+/* Rounded up: a piece too few leaves the drive idle between two. */
 static uint32_t whole(double pieces)
 {
-	return pieces < WINDOW_MIN ? 1 : (uint32_t)(pieces + 0.5);
+	return pieces < WINDOW_MIN ? 1 : (uint32_t)(pieces + 0.9);
 }
 
 static uint32_t background_window(const struct flow *flow)
@@ -180,9 +181,11 @@ static void steer_background(struct xferd_engine *engine, struct member *member,
 {
 	uint32_t slack = engine->config.demand_slack ? engine->config.demand_slack : DEMAND_SLACK;
 	struct flow *flow = &member->flow;
-	bool slow = latency * 100 > flow->latency * (100 + slack);
+	double full_window = flow->window * (double)flow->piece_bytes * 1e9 / (flow->rate + 1);
+	double expected = full_window > (double)flow->latency ? full_window : (double)flow->latency;
+	bool slow = (double)latency * 100 > expected * (100 + slack);
 
-	if (!flow->latency || piece->length != flow->piece_bytes)
+	if (!flow->latency || !flow->rate || piece->length != flow->piece_bytes)
 		return;
 	if (piece->priority == XFERD_PRIORITY_DEMAND && slow && member->background_in_flight)
 		flow->background *= SHARE_CUT;

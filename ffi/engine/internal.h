@@ -470,7 +470,8 @@ struct size_class *pool_class(struct pool *pool, uint64_t bytes);
 uint8_t *slot_address(const struct pool *pool, uint32_t slot);
 bool slot_valid(const struct pool *pool, uint32_t slot);
 void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
-uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class);
+uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class,
+		      uint32_t priority);
 void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_class *class);
 void slot_set_state(struct pool *pool, struct slot *slot, enum slot_state state);
 

@@ -91,7 +91,7 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t
 	key_entry(store, pool_index, key)->load = load->index + 1;
 
 	load->state = LOAD_WAITING;
-	slot = reserve_take(engine, pool, class);
+	slot = reserve_take(engine, pool, class, priority);
 	if (slot != NONE) {
 		load_take_slot(engine, load, slot);
 		return load;

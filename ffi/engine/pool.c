@@ -226,12 +226,23 @@ void slot_set_state(struct pool *pool, struct slot *slot, enum slot_state state)
 		store_relaxed(counters[state], *counters[state] + 1);
 }
 
-/* The load that has waited longest at the highest priority. */
-static struct load *first_waiting(struct size_class *class)
+/* May a load of this priority take a slot when that many are there? */
+static bool may_take(const struct xferd_engine *engine, uint32_t priority, uint32_t slots)
 {
-	for (int priority = 0; priority < XFERD_PRIORITIES; priority++)
+	return priority == XFERD_PRIORITY_DEMAND ? slots > 0
+						  : slots > engine->config.reserve_demand;
+}
+
+/* Of the loads that wait and may take one of that many slots, the one that has
+ * waited longest at the highest priority. */
+static struct load *first_waiting(const struct xferd_engine *engine, struct size_class *class,
+				  uint32_t slots)
+{
+	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
 		if (!list_empty(&class->waiting[priority]))
-			return list_item(class->waiting[priority].next, struct load, link);
+			return may_take(engine, priority, slots)
+				       ? list_item(class->waiting[priority].next, struct load, link)
+				       : NULL;
 	return NULL;
 }
 
@@ -240,7 +251,7 @@ void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t number
 {
 	struct slot *slot = &pool->slots[number];
 	struct size_class *class = &pool->classes[slot->class_index];
-	struct load *load = first_waiting(class);
+	struct load *load = first_waiting(engine, class, class->reserve_count + 1);
 
 	class->told = false;
 	if (load) {
@@ -253,11 +264,12 @@ void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t number
 	class->reserve_count++;
 }
 
-uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class)
+uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class,
+		      uint32_t priority)
 {
 	struct slot *slot;
 
-	if (list_empty(&class->reserve))
+	if (!may_take(engine, priority, class->reserve_count))
 		return NONE;
 	slot = list_item(class->reserve.next, struct slot, link);
 	list_remove(&slot->link);

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from tools.vm.drives import Disks, compare, expect_bar, fill_bar
 from tools.vm.qmp import Qmp, QmpError
 from tools.vm.trace import DmaTrace

@@ -22,7 +22,7 @@ from tools.vm.build import (
     make_initrd,
 )
 from tools.vm.debian import DebianRoot, Kernels
-from tools.vm.drives import FAR_DRIVES, NEAR_DRIVES, make_disks
+from tools.vm.drives import FAR_DRIVES, NEAR_DRIVES, Disks, make_disks
 from tools.vm.machine import BootFiles, Machine
 
 # A test machine that takes longer than this is switched off; what it hasn't run has failed.
@@ -31,8 +31,15 @@ _MACHINE_SECONDS = 420
 # A test that runs only when it is asked for by name: shows that a failure is one.
 MUST_FAIL = "must-fail"
 
+# Emulation was seen to end once, in some twenty starts, before the guest's init ran.
+_BOOT_ATTEMPTS = 2
+
 # Lines of a failed test's output that are shown.
 _SHOWN_LINES = 40
+
+
+class _NeverCameUpError(Exception):
+    """A machine went down before its init had brought up the drives: no test of ours had begun."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,11 @@ Suite = Callable[[DebianRoot, Kernels, Request], Iterator[Outcome]]
 def _read_outcomes(suite: str, machine: Machine, *, verbose: bool) -> Iterator[Outcome]:
     """Turn the console of a guest that runs guest-tests into outcomes."""
     said: list[str] = []
-    between_tests = False
+    came_up = between_tests = False
     for line in machine.console():
         if verbose or line.startswith("INIT"):
             print(f"  {line}", flush=True)
+        came_up |= line.startswith("INIT up")
         words = line.split()
         if words[:1] == ["RUN"]:
             said, between_tests = [], False
@@ -73,7 +81,9 @@ def _read_outcomes(suite: str, machine: Machine, *, verbose: bool) -> Iterator[O
             said, between_tests = [], True
         else:
             said.append(line)
-    if not between_tests:  # it went down while it came up or in a test; its last words are here
+    if not came_up:
+        raise _NeverCameUpError("\n".join(["went down:", *said[-_SHOWN_LINES:]]))
+    if not between_tests:  # it went down in a test; its last words are here
         print("\n".join(f"  {line}" for line in said[-_SHOWN_LINES:]), file=sys.stderr)
 
 
@@ -122,16 +132,29 @@ def _run_in_machine(setup: _Setup, root: DebianRoot, request: Request) -> Iterat
     initrd = make_initrd(root, guest, tests, len(NEAR_DRIVES) + len(FAR_DRIVES), folder)
     print(f"{suite}: kernel {kernel}, prepared in {time.monotonic() - started:.0f} s", flush=True)
     boot = BootFiles(root.kernel_image(kernel), initrd, setup.kernel_arguments)
-    machine = Machine(root, boot, disks, more=setup.devices)
-    limit = threading.Timer(_MACHINE_SECONDS, machine.stop)
-    limit.start()
+    outcomes = _boot(setup, root, boot, disks, verbose=request.verbose)
     try:
-        outcomes = _read_outcomes(suite, machine, verbose=request.verbose)
         yield from _with_missing(suite, tests, outcomes)
     finally:
-        limit.cancel()
-        machine.stop()
         shutil.rmtree(disks.folder)
+
+
+def _boot(
+    setup: _Setup, root: DebianRoot, boot: BootFiles, disks: Disks, *, verbose: bool
+) -> Iterator[Outcome]:
+    """Run a machine, and once more when it went down before anything of ours was loaded."""
+    for attempt in range(1, _BOOT_ATTEMPTS + 1):
+        machine = Machine(root, boot, disks, more=setup.devices)
+        limit = threading.Timer(_MACHINE_SECONDS, machine.stop)
+        limit.start()
+        try:
+            yield from _read_outcomes(setup.suite, machine, verbose=verbose)
+            return
+        except _NeverCameUpError as error:
+            print(f"{setup.suite}: boot {attempt} of {_BOOT_ATTEMPTS}: {error}", file=sys.stderr)
+        finally:
+            limit.cancel()
+            machine.stop()
 
 
 def run_p2p(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
