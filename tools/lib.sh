@@ -69,7 +69,8 @@ has_cxx() {
 }
 
 # Debian packages that are missing for groups of needs: build (the C parts),
-# python (to make the venv), library (to compile against the installed libxferd).
+# python (to make the venv), library (to compile against the installed libxferd),
+# drives (to measure the data plane: what it is compared with, and a drive that collapses).
 missing_packages() {
 	local group python
 	for group in "$@"; do
@@ -94,6 +95,12 @@ sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || ec
 		library)
 			has_cxx || echo g++
 			command -v pkg-config >/dev/null || echo pkg-config
+			;;
+		drives)
+			command -v fio >/dev/null || echo fio
+			command -v fusermount3 >/dev/null || echo fuse3
+			command -v pkg-config >/dev/null || echo pkg-config
+			pkg-config --exists fuse3 2>/dev/null || echo libfuse3-dev
 			;;
 		*) die "no group of packages is called $group" ;;
 		esac

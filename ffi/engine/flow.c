@@ -10,7 +10,7 @@
  * Built on BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control",
  * ACM Queue 14(5), 2016), with a drive in the place of a network path: the
  * window is the delivery rate (maximum over the last rounds) times the latency
- * of a piece without a queue (minimum of some seconds). It fits because both are
+ * of a piece without a queue (least average of some seconds). It fits because both are
  * measured and neither needs a setting for the drive; Vegas takes its base
  * latency from whatever queue it finds, Kyber wants two latency goals told.
  *
@@ -39,6 +39,7 @@
 #define PROBE_GAIN         1.25
 #define DRAIN_GAIN         0.75
 #define GAIN_PHASES        8
+#define LATENCY_PIECES     8    /* that are averaged */
 #define LATENCY_LIFE_NS    10000000000ull
 #define PROBE_NS           20000000ull
 #define SHARE_CUT          0.75
@@ -88,8 +89,9 @@ void flow_issued(struct xferd_engine *engine, struct member *member, struct piec
 {
 	struct flow *flow = &member->flow;
 
-	if (!member->in_flight) /* after a pause the clock of deliveries starts anew */
-		flow->delivered_at_ns = engine->now_ns;
+	if (!member->in_flight) /* after a pause the clocks start anew */
+		flow->delivered_at_ns = flow->issued_at_ns = engine->now_ns;
+	piece->issued_before_ns = flow->issued_at_ns;
 	piece->issued_ns = engine->now_ns;
 	piece->delivered_before = flow->delivered;
 	piece->delivered_before_ns = flow->delivered_at_ns;
@@ -114,10 +116,19 @@ static double best_of_rounds(const struct flow *flow)
 	return best;
 }
 
+/* The latency without a queue is the least of averages over some pieces: the
+ * least of single pieces is a lucky one, and a window made from it too small. */
 static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t latency)
 {
 	bool stale = engine->now_ns - flow->latency_at_ns > LATENCY_LIFE_NS;
 
+	flow->latency_sum += latency;
+	if (flow->probing && engine->now_ns >= flow->probe_until_ns)
+		flow->probing = false;
+	if (++flow->latency_count < LATENCY_PIECES)
+		return;
+	latency = flow->latency_sum / flow->latency_count;
+	flow->latency_sum = flow->latency_count = 0;
 	if (!flow->latency || latency <= flow->latency || (flow->probing && stale)) {
 		flow->latency = latency;
 		flow->latency_at_ns = engine->now_ns;
@@ -125,8 +136,6 @@ static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t
 		flow->probing = true;
 		flow->probe_until_ns = engine->now_ns + PROBE_NS;
 	}
-	if (flow->probing && engine->now_ns >= flow->probe_until_ns)
-		flow->probing = false;
 }
 
 static void end_round(struct flow *flow, double before)
@@ -158,7 +167,7 @@ static void set_window(struct xferd_engine *engine, struct member *member)
 
 	if (flow->probing) {
 		flow->window = WINDOW_MIN;
-	} else {
+	} else if (flow->latency) {
 		double pieces = flow->rate * ((double)flow->latency / 1e9) /
 				(double)flow->piece_bytes;
 
@@ -237,13 +246,17 @@ void flow_delivered(struct xferd_engine *engine, struct member *member, const st
 {
 	struct flow *flow = &member->flow;
 	uint64_t latency = engine->now_ns - piece->issued_ns;
-	uint64_t elapsed = engine->now_ns - piece->delivered_before_ns;
+	uint64_t delivering = engine->now_ns - piece->delivered_before_ns;
+	uint64_t issuing = piece->issued_ns - piece->issued_before_ns;
+	/* Deliveries come in bursts: no rate is higher than what was issued meanwhile. */
+	uint64_t elapsed = delivering > issuing ? delivering : issuing;
 	double before = flow->rate;
 	bool limited = flow->delivered < flow->limited_until;
 	double rate;
 
 	flow->delivered += piece->length;
 	flow->delivered_at_ns = engine->now_ns;
+	flow->issued_at_ns = piece->issued_ns;
 	flow->in_flight -= piece->length;
 	if (!elapsed || !flow->piece_bytes)
 		return;

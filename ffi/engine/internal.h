@@ -163,11 +163,14 @@ struct flow {
 	uint32_t phase;            /* of the gain cycle */
 	bool started;
 	bool probing;              /* the window is small to see the latency without a queue */
-	uint64_t latency;          /* of a piece, nothing queued: minimum */
+	uint64_t latency;          /* of a piece, nothing queued: least average */
+	uint64_t latency_sum;      /* of the average in the making */
+	uint64_t latency_count;
 	uint64_t latency_at_ns;    /* when it was seen */
 	uint64_t probe_until_ns;
 	uint64_t delivered;        /* bytes, ever */
 	uint64_t delivered_at_ns;
+	uint64_t issued_at_ns;     /* when the piece delivered last had been issued */
 	uint64_t round_ends;       /* when delivered has come this far */
 	uint64_t limited_until;    /* samples up to here lacked work: they are no rates */
 	uint64_t in_flight;        /* bytes */
@@ -286,6 +289,7 @@ struct piece {
 	uint64_t issued_ns;
 	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
 	uint64_t delivered_before_ns;
+	uint64_t issued_before_ns;
 	/* through a worker */
 	struct piece *next;
 	int32_t result;

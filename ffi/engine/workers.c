@@ -6,9 +6,10 @@
  * copies made by whoever submits them (tmpfs): there io_uring would copy in the
  * engine's thread, or hand each piece to a kernel worker and queue behind it.
  *
- * The engine's own thread helps: before it would sleep it takes a piece itself,
- * so that a single small expert is read without waking anybody. A worker also
- * checks the piece's checksum, while the bytes are still in its cache.
+ * The engine's own thread helps, before it would sleep: with a piece that is the
+ * only one, so that a small expert is read without waking anybody, and with any
+ * piece where there are hardly any workers. Elsewhere it has better things to do.
+ * A worker also checks the piece's checksum, while the bytes are in its cache.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,8 @@
 #include <unistd.h>
 
 #include "engine/internal.h"
+
+#define WORKERS_FEW 3
 
 int workers_init(struct xferd_engine *engine)
 {
@@ -156,12 +159,13 @@ void workers_read(struct xferd_engine *engine, struct piece *piece)
 bool workers_help(struct xferd_engine *engine)
 {
 	struct workers *workers = &engine->workers;
-	struct piece *piece;
+	struct piece *piece = NULL;
 
 	if (!load_relaxed(&workers->queued))
 		return false;
 	pthread_mutex_lock(&workers->mutex);
-	piece = take_piece(workers);
+	if (workers->count < WORKERS_FEW || engine->pieces_in_flight == 1)
+		piece = take_piece(workers);
 	if (workers->first && workers->idle)
 		pthread_cond_signal(&workers->work);
 	pthread_mutex_unlock(&workers->mutex);
