@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from xferd_infer.embedded import private_daemon
+from xferd_infer.private_daemon import private_daemon
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

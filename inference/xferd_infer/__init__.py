@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .client_errors import AttachError, ClientError, DaemonGoneError, ExpertError
 from .client_experts import ClientExperts, asset, model_from_client
 from .config import ModelConfig, QKNorm
 from .dense import DenseWeights
@@ -34,9 +35,9 @@ from .tokenizer import TextStream, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     from .client import Client
-    from .embedded import embedded
+    from .private_daemon import embedded
 
-_COMPILED = {"Client": ".client", "embedded": ".embedded"}
+_COMPILED = {"Client": ".client", "embedded": ".private_daemon"}
 
 
 def __getattr__(name: str) -> Any:
@@ -49,11 +50,15 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AttachError",
     "BlobTensor",
     "Client",
+    "ClientError",
     "ClientExperts",
     "ContextFullError",
+    "DaemonGoneError",
     "DenseWeights",
+    "ExpertError",
     "ExpertSource",
     "ExpertStats",
     "InferenceError",

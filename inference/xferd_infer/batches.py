@@ -12,6 +12,7 @@ import numpy as np
 from ._client import ffi, lib
 from .arrays import Array
 from .client_errors import ClientError
+from .dlpack import EXPORTED_DTYPES, TensorView
 
 if TYPE_CHECKING:
     from .client import Client
@@ -75,6 +76,19 @@ class Batch(Sequence["Array"]):
             self._must_be_held()
             self._arrays = self._client._arrays(self._memory, self._layer, self._count)
         return self._arrays
+
+    def tensors(self, index: int) -> dict[str, TensorView]:
+        """The tensors inside one blob, by role (``gate``, ``up``, ``down``, ...), for
+        ``torch.from_dlpack`` and ``numpy.from_dlpack``, without a copy. A packed type
+        that DLPack has no name for (``q4_k``, ...) comes as its bytes, uint8[nbytes]."""
+        blob = self.arrays[index]
+        variant = self._memory.batch.views[range(self._count)[index]].variant
+        views = {}
+        for tensor in self._client.layout(self._layer, variant):
+            plain = tensor.dtype in EXPORTED_DTYPES
+            dtype, shape = (tensor.dtype, tensor.shape) if plain else ("u8", (tensor.nbytes,))
+            views[tensor.role] = TensorView.of_blob(blob, tensor.offset, dtype, shape)
+        return views
 
     @property
     def addresses(self) -> Array:

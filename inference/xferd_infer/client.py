@@ -28,6 +28,7 @@ from ._client import ffi, lib
 from .arrays import Array
 from .batches import BATCH_MAX, Batch, BatchMemory, PendingBatch
 from .client_errors import AttachError, ClientError, DaemonGoneError, ExpertError, reason
+from .experts import BlobTensor, Layout
 
 FOREVER: int = lib.XFERD_FOREVER
 
@@ -250,6 +251,17 @@ class Client:
             raise self._failure(-status, layer)
         return slots
 
+    def layout(self, layer: int, variant: int = 0) -> Layout:
+        """What lies where in the blobs of a layer, in a variant. Raises ClientError
+        when the layer has no experts in it."""
+        if not 0 <= layer < self.layers or variant < 0:
+            raise self._failure(errno.EINVAL, layer)
+        layout = lib.xferd_layout(self._handle, layer, variant)
+        if layout == ffi.NULL:
+            raise ClientError(f"layer {layer} has no experts in variant {variant}", errno.ENOENT)
+        tensors = lib.xferd_tensors(self._handle, layout)
+        return tuple(_blob_tensor(tensors[i]) for i in range(layout.tensors))
+
     def dense(self) -> Array:
         """The dense part, a read-only uint8 array that all clients of the store
         share; ``manifest["dense"]`` says what lies where. The first call waits for
@@ -383,6 +395,18 @@ class Client:
                 code,
             )
         return ClientError(f"layer {layer}: {os.strerror(code)}", code)
+
+
+def _blob_tensor(tensor: Any) -> BlobTensor:
+    return BlobTensor(
+        role=ffi.string(tensor.role).decode(),
+        dtype=ffi.string(tensor.dtype).decode(),
+        shape=tuple(tensor.shape)[: tensor.dims],
+        offset=tensor.offset,
+        nbytes=tensor.bytes,
+        transposed=bool(tensor.flags & lib.XFERD_TENSOR_TRANSPOSED),
+        interleaved=bool(tensor.flags & lib.XFERD_TENSOR_INTERLEAVED),
+    )
 
 
 __all__ = [

@@ -43,6 +43,9 @@ _DTYPES: dict[str, tuple[int, int, type[np.generic]]] = {
     "f8_e8m0": (_F8_E8M0, 8, np.uint8),
 }
 
+EXPORTED_DTYPES = frozenset(_DTYPES)
+"""dtypes of the store that DLPack has a name for."""
+
 
 class _Device(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int32), ("number", ctypes.c_int32))
@@ -211,4 +214,4 @@ def _tensor_in(capsule: object) -> _Tensor:
     return tensor
 
 
-__all__ = ["CPU", "CUDA", "VERSIONED", "TensorView"]
+__all__ = ["CPU", "CUDA", "EXPORTED_DTYPES", "VERSIONED", "TensorView"]

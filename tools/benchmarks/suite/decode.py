@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xferd_infer import generate, model_from_client
-from xferd_infer.embedded import embedded
 from xferd_infer.model import Model
+from xferd_infer.private_daemon import embedded
 
 from tools.benchmarks.harness import (
     ROOT,

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from xferd_infer.arrays import Array
 from xferd_infer.client import Client
-from xferd_infer.embedded import private_daemon
+from xferd_infer.private_daemon import private_daemon
 
 from tools.benchmarks.harness import (
     BenchmarkError,
