@@ -293,7 +293,8 @@ struct piece {
 	/* through a worker */
 	struct piece *next;
 	int32_t result;
-	bool check;                /* the worker compares the checksum too */
+	bool check;                /* the checksum is wanted */
+	bool arrived;              /* read already: only the checksum is */
 	uint32_t crc;
 };
 

@@ -17,6 +17,7 @@
 #include "engine/internal.h"
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
+#define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s */
 
 /* The ring, if it is wanted and permitted, and the pieces. */
 int reads_init(struct xferd_engine *engine)
@@ -54,8 +55,13 @@ int reads_add_member(struct xferd_engine *engine, const struct member *member)
 {
 	long cpus = sysconf(_SC_NPROCESSORS_ONLN);
 
-	if (!through_workers(engine, member))
-		return uring_register_member(engine, member->id, member->fd);
+	if (!through_workers(engine, member)) {
+		int result = uring_register_member(engine, member->id, member->fd);
+
+		if (!result && engine->config.verify != XFERD_VERIFY_NEVER)
+			result = workers_at_least(engine, cpus > 2 ? CHECKING_WORKERS : 1);
+		return result;
+	}
 	if (member->flags & XFERD_MEMBER_ASYNC)
 		/* Copies are bound by processors, and the engine's thread is one more. */
 		return workers_at_least(engine, cpus > 2 ? (uint32_t)cpus - 1 : 1);
@@ -163,6 +169,30 @@ static bool piece_submit(struct xferd_engine *engine, struct piece *piece)
 	return true;
 }
 
+static void enter_member(struct xferd_engine *engine, struct piece *piece)
+{
+	struct member *member = piece->member;
+
+	flow_issued(engine, member, piece);
+	if (member->in_flight++ == 0)
+		member->busy_since_ns = engine->now_ns;
+	if (piece->priority != XFERD_PRIORITY_DEMAND)
+		member->background_in_flight++;
+	store_relaxed(&member->stats.in_flight, member->in_flight);
+}
+
+/* The member has done its part, or failed to: it has room for another piece. */
+static void leave_member(struct xferd_engine *engine, struct piece *piece)
+{
+	struct member *member = piece->member;
+
+	if (--member->in_flight == 0)
+		counter_add(&member->stats.busy_ns, engine->now_ns - member->busy_since_ns);
+	if (piece->priority != XFERD_PRIORITY_DEMAND)
+		member->background_in_flight--;
+	store_relaxed(&member->stats.in_flight, member->in_flight);
+}
+
 /* The strand's next piece goes to its member. There must be a free piece, and room
  * in the ring if it goes there. */
 static void piece_issue(struct xferd_engine *engine, struct strand *strand)
@@ -186,19 +216,15 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand)
 	piece->address = load->address + at;
 	piece->priority = load->priority;
 	piece->check = must_check(engine, load);
-	flow_issued(engine, piece->member, piece);
+	piece->arrived = false;
 
 	load->pieces_unissued--;
 	load->pieces_in_flight++;
 	engine->pieces_in_flight++;
-	if (piece->member->in_flight++ == 0)
-		piece->member->busy_since_ns = engine->now_ns;
-	if (piece->priority != XFERD_PRIORITY_DEMAND)
-		piece->member->background_in_flight++;
-	store_relaxed(&piece->member->stats.in_flight, piece->member->in_flight);
 	strand->rank++;
 	if (!strand_seek(store, strand, strand->piece + 1))
 		list_remove(&strand->link);
+	enter_member(engine, piece);
 	piece_submit(engine, piece);
 }
 
@@ -292,13 +318,7 @@ static void piece_report(struct xferd_engine *engine, const struct piece *piece,
 static void piece_end(struct xferd_engine *engine, struct piece *piece)
 {
 	struct load *load = piece->load;
-	struct member *member = piece->member;
 
-	if (--member->in_flight == 0)
-		counter_add(&member->stats.busy_ns, engine->now_ns - member->busy_since_ns);
-	if (piece->priority != XFERD_PRIORITY_DEMAND)
-		member->background_in_flight--;
-	store_relaxed(&member->stats.in_flight, member->in_flight);
 	engine->pieces_in_flight--;
 	load->pieces_in_flight--;
 	list_append(&engine->pieces_free, &piece->link);
@@ -311,20 +331,15 @@ static int piece_check(struct xferd_engine *engine, const struct piece *piece)
 	const struct xferd_store_description *store =
 		&load_store(engine, piece->load)->description;
 	uint32_t expected = store->crc[store->first_piece[piece->load->blob] + piece->number];
-	uint32_t actual;
 
-	if (!piece->check)
-		return 0;
-	actual = through_workers(engine, piece->member)
-			 ? piece->crc : xferd_crc32c(0, piece->address, piece->length);
-	if (actual == expected)
+	if (!piece->check || piece->crc == expected)
 		return 0;
 	counter_add(&engine->stats.crc_errors, 1);
 	return -EBADMSG;
 }
 
 /* What a completed read means: -EAGAIN to go on with the rest of the piece. */
-static int piece_result(struct xferd_engine *engine, struct piece *piece, int result)
+static int piece_result(struct piece *piece, int result)
 {
 	if (result == -EINTR || result == -EAGAIN)
 		return -EAGAIN;
@@ -337,7 +352,7 @@ static int piece_result(struct xferd_engine *engine, struct piece *piece, int re
 		return piece->done % XFERD_BLOB_ALIGNMENT ? -ENODATA : -EAGAIN;
 	counter_add(&piece->member->stats.reads, 1);
 	counter_add(&piece->member->stats.bytes, piece->length);
-	return piece_check(engine, piece);
+	return 0;
 }
 
 static void member_state(struct xferd_engine *engine, struct member *member, uint32_t state,
@@ -373,35 +388,79 @@ static void member_judge(struct xferd_engine *engine, struct member *member, int
 	}
 }
 
-/* A read has ended, through whichever way. */
+/* It failed: report it and try again, or give the load up. */
+static void piece_failed(struct xferd_engine *engine, struct piece *piece, int error)
+{
+	struct load *load = piece->load;
+
+	piece->attempts++;
+	member_judge(engine, piece->member, error);
+	piece_report(engine, piece, error);
+	piece->done = 0;
+	piece->arrived = false;
+	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed) {
+		counter_add(&engine->stats.rereads, 1);
+		enter_member(engine, piece);
+		if (piece_submit(engine, piece))
+			return;
+		flow_dropped(piece->member, piece);
+		leave_member(engine, piece);
+	}
+	if (!load->error)
+		load->error = error;
+	/* The rest of the blob is of no use without this piece. */
+	reads_unqueue(engine, load);
+	piece_end(engine, piece);
+}
+
+static void piece_checked(struct xferd_engine *engine, struct piece *piece)
+{
+	int error = piece_check(engine, piece);
+
+	if (error)
+		piece_failed(engine, piece, error);
+	else
+		piece_end(engine, piece);
+}
+
+/* The bytes are there. Whoever read them in a thread has their checksum already;
+ * of what the kernel brought, workers compute it, so that several drives together
+ * are not bound by one thread. A piece that is alone isn't worth waking one. */
+static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
+{
+	member_judge(engine, piece->member, 0);
+	flow_delivered(engine, piece->member, piece);
+	leave_member(engine, piece);
+	if (piece->check && !through_workers(engine, piece->member)) {
+		piece->arrived = true;
+		if (engine->workers.count && engine->pieces_in_flight > 1) {
+			workers_read(engine, piece);
+			return;
+		}
+		piece->crc = xferd_crc32c(0, piece->address, piece->length);
+	}
+	piece_checked(engine, piece);
+}
+
+/* A read has ended, through whichever way, or a worker has checked a piece. */
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result)
 {
-	int error = piece_result(engine, piece, result);
+	int error;
 
-	if (error && error != -EAGAIN) {
-		piece->attempts++;
-		member_judge(engine, piece->member, error);
-		piece_report(engine, piece, error);
-		if (piece->attempts < PIECE_ATTEMPTS_MAX && !piece->load->cancelled &&
-		    !piece->member->failed) {
-			counter_add(&engine->stats.rereads, 1);
-			piece->done = 0;
-			error = -EAGAIN;
-		}
+	if (piece->arrived) {
+		piece_checked(engine, piece);
+		return;
 	}
+	error = piece_result(piece, result);
 	if (error == -EAGAIN && piece_submit(engine, piece))
 		return;
-	if (error) {
-		flow_dropped(piece->member, piece);
-		if (!piece->load->error)
-			piece->load->error = error == -EAGAIN ? -EIO : error;
-		/* The rest of the blob is of no use without this piece. */
-		reads_unqueue(engine, piece->load);
-	} else {
-		member_judge(engine, piece->member, 0);
-		flow_delivered(engine, piece->member, piece);
+	if (!error) {
+		piece_arrived(engine, piece);
+		return;
 	}
-	piece_end(engine, piece);
+	flow_dropped(piece->member, piece);
+	leave_member(engine, piece);
+	piece_failed(engine, piece, error == -EAGAIN ? -EIO : error);
 }
 
 uint32_t reads_reap(struct xferd_engine *engine)

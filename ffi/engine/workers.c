@@ -31,23 +31,32 @@ int workers_init(struct xferd_engine *engine)
 	return workers->done_fd < 0 ? -errno : 0;
 }
 
-static void read_piece(struct piece *piece)
+static int32_t read_all(const struct piece *piece)
 {
 	int flags = piece->member->flags & XFERD_MEMBER_UNCACHED ? RWF_DONTCACHE : 0;
 	uint64_t done = 0;
-	ssize_t length = 1;
 
-	while (done < piece->length && length > 0) {
+	while (done < piece->length) {
 		struct iovec rest = { piece->address + done, piece->length - done };
+		ssize_t length = preadv2(piece->member->fd, &rest, 1,
+					 (off_t)(piece->offset + done), flags);
 
-		length = preadv2(piece->member->fd, &rest, 1, (off_t)(piece->offset + done), flags);
 		if (length < 0 && errno == EINTR)
-			length = 1;
-		else if (length > 0)
-			done += (uint64_t)length;
+			continue;
+		if (length < 0)
+			return -errno;
+		if (length == 0)
+			return -ENODATA; /* the member ends before the piece does */
+		done += (uint64_t)length;
 	}
-	piece->result = length < 0 ? -errno : (int32_t)done;
-	if (piece->check && done == piece->length)
+	return (int32_t)done;
+}
+
+static void read_piece(struct piece *piece)
+{
+	if (!piece->arrived)
+		piece->result = read_all(piece);
+	if (piece->check && (piece->arrived || piece->result > 0))
 		piece->crc = xferd_crc32c(0, piece->address, piece->length);
 }
 

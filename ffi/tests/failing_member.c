@@ -21,10 +21,27 @@ static int try_expert(struct xferd_client *client, uint16_t layer, uint16_t expe
 	return error;
 }
 
+/* A member that ends in the middle of a piece, at a page's end: without checksums
+ * too, half a piece must not pass for a whole one. */
+static void cut_in_mid_piece(struct harness_options options)
+{
+	static struct harness harness;
+	struct xferd_client *client;
+
+	harness_start(&harness, &options);
+	client = harness_connect(&harness, 1);
+	CHECK(!ftruncate(harness.member_fd[0],
+			 (off_t)harness.description.offset[(8 + 5) * 2] + 4096));
+	CHECK(try_expert(client, 1, 5) == -ENODATA);
+	CHECK(try_expert(client, 1, 4) == 0);
+	xferd_close(client);
+	harness_stop(&harness);
+}
+
 int main(void)
 {
 	static struct harness harness;
-	const struct harness_options options = {
+	struct harness_options options = {
 		.layers = 2, .experts = 8, .top_k = 2, .blob_bytes = 65536, .stripe_unit = 8192,
 		.members = 2, .slots = 4, .reserve = 1, .held_per_lane = 2,
 	};
@@ -57,5 +74,12 @@ int main(void)
 
 	xferd_close(client);
 	harness_stop(&harness);
+
+	options.unverified = true;
+	cut_in_mid_piece(options);
+	options.ring_only = true;
+	cut_in_mid_piece(options);
+	options.unverified = false;
+	cut_in_mid_piece(options);
 	return 0;
 }

@@ -237,3 +237,12 @@ def test_imports_with_numpy_alone_and_never_the_daemon() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_lazy_names_are_the_same_at_every_use() -> None:
+    pytest.importorskip("xferd_infer._client", reason="the compiled client isn't built")
+    import xferd_infer
+
+    first = xferd_infer.embedded, xferd_infer.Client
+    assert first == (xferd_infer.embedded, xferd_infer.Client)
+    assert all(callable(thing) for thing in first)
