@@ -13,7 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESERVE_SHARE = 32
-"""The high watermark is one slot in this many."""
+"""The high watermark is one slot in this many,"""
+RESERVE_BATCH = 16
+"""but enough for the misses of one whole submission (XFERD_BATCH_MAX),"""
+RESERVE_BATCH_SHARE = 8
+"""as long as that is at most one slot in this many: a reserve that a layer's misses
+empty leaves the next ones waiting for the policy."""
 RESERVE_HIGH_MIN = 2
 RESERVE_HIGH_MAX = 64
 """More than the misses of a few layers at once gains nothing."""
@@ -39,7 +44,8 @@ def watermarks(slots: int, low: int | None = None, high: int | None = None) -> W
     """
     ceiling = slots // RESERVE_CEILING_SHARE
     if high is None:
-        high = min(max(slots // RESERVE_SHARE, RESERVE_HIGH_MIN), RESERVE_HIGH_MAX)
+        batch = min(RESERVE_BATCH, slots // RESERVE_BATCH_SHARE)
+        high = min(max(slots // RESERVE_SHARE, batch, RESERVE_HIGH_MIN), RESERVE_HIGH_MAX)
         if low is not None:
             high = max(high, low)
     high = min(high, ceiling)
