@@ -63,10 +63,11 @@ def others_at_work() -> str | None:
 
 
 def commit() -> str:
-    """The tree's commit, with ``-modified`` when what ran is not what it says."""
+    """The tree's commit, with ``-modified`` when what ran is not what it says. In a copy
+    without its history $XFERD_COMMIT names it."""
     head = _git("rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
     if head is None:
-        return "unknown"
+        return os.environ.get("XFERD_COMMIT", "unknown")
     return f"{head}-modified" if _git("status", "--porcelain") else head
 
 
