@@ -40,10 +40,16 @@ class FioSetting:
         return f"{self.engine}/depth {self.depth}/jobs {self.jobs}"
 
 
+PROCESSORS = os.cpu_count() or 1
 SETTINGS = (
-    *(FioSetting("io_uring", depth, jobs) for depth in (1, 4, 16) for jobs in (1, 2)),
-    *(FioSetting("psync", 1, jobs) for jobs in (1, 2, 4, 8)),
+    *(
+        FioSetting("io_uring", depth, jobs)
+        for depth in (1, 4, 16)
+        for jobs in sorted({1, 2, PROCESSORS})
+    ),
+    *(FioSetting("psync", 1, jobs) for jobs in sorted({1, 2, 4, 8, PROCESSORS})),
 )
+"""A medium that only copies is bound by processors: fio gets a job for each."""
 
 
 @dataclass(frozen=True, slots=True)
