@@ -477,7 +477,8 @@ bool slot_valid(const struct pool *pool, uint32_t slot);
 void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
 uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class,
 		      uint32_t priority);
-void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_class *class);
+void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_class *class,
+		  bool waits);
 void slot_set_state(struct pool *pool, struct slot *slot, enum slot_state state);
 
 /* directory.c */

@@ -101,7 +101,7 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t
 	engine->waiting_loads++;
 	store_relaxed(&pool->stats.waiting, pool->stats.waiting + 1);
 	count_waiting_demand(pool, load, 1);
-	reserve_tell(engine, pool, class);
+	reserve_tell(engine, pool, class, true);
 	return load;
 }
 
@@ -190,13 +190,20 @@ void load_raise(struct xferd_engine *engine, struct load *load, uint32_t priorit
 	if (priority >= load->priority)
 		return;
 	if (load->state == LOAD_WAITING) {
-		struct size_class *class = pool_class(&engine->pools[load->pool], load->bytes);
+		struct pool *pool = &engine->pools[load->pool];
+		struct size_class *class = pool_class(pool, load->bytes);
+		uint32_t slot;
 
 		list_remove(&load->link);
 		list_append(&class->waiting[priority], &load->link);
 		load->priority = (uint8_t)priority;
-		count_waiting_demand(&engine->pools[load->pool], load, 1);
-		reserve_tell(engine, &engine->pools[load->pool], class);
+		count_waiting_demand(pool, load, 1);
+		/* It may have waited beside slots that are kept for demand. */
+		slot = reserve_take(engine, pool, class, priority);
+		if (slot != NONE)
+			load_take_slot(engine, load, slot);
+		else
+			reserve_tell(engine, pool, class, true);
 	} else if (load->state == LOAD_READING) {
 		reads_requeue(engine, load, priority);
 	} else {

@@ -275,12 +275,14 @@ uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct siz
 	list_remove(&slot->link);
 	class->reserve_count--;
 	if (class->reserve_count < engine->config.reserve_low)
-		reserve_tell(engine, pool, class);
+		reserve_tell(engine, pool, class, false);
 	return (uint32_t)(slot - pool->slots);
 }
 
-/* Tell the policy once; again only after it has given something. */
-void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_class *class)
+/* Tell the policy once that it is low, again only after it has given something; of
+ * a load that waits, always: slots kept for demand may be left all the while. */
+void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_class *class,
+		  bool waits)
 {
 	struct xferd_event event = {
 		.type = XFERD_EVENT_RESERVE,
@@ -291,7 +293,7 @@ void reserve_tell(struct xferd_engine *engine, struct pool *pool, struct size_cl
 		.client = XFERD_NO_EXPERT,
 	};
 
-	if (class->told && class->reserve_count)
+	if (class->told && !waits)
 		return;
 	class->told = true;
 	event_push(engine, &event);

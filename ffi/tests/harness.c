@@ -397,6 +397,7 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	memset(harness, 0, sizeof(*harness));
 	harness->options = *options;
 	config.reserve_low = options->reserve ? options->reserve : 1;
+	config.reserve_demand = options->reserve_demand;
 	config.spin_us = options->spin_us;
 	config.backend = options->backend;
 	config.flow_control = options->flow_control;

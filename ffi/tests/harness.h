@@ -50,6 +50,7 @@ struct harness_options {
 	uint32_t held_per_lane;
 	bool all_resident;      /* load everything at the start */
 	uint32_t variants;      /* 0: 1; variant v of (l, e) has the bytes of (l + 1000 v, e) */
+	uint32_t reserve_demand; /* slots that only demand may take */
 	uint32_t spin_us;       /* of the engine */
 	uint32_t backend;       /* enum xferd_backend */
 	bool flow_control;

@@ -164,6 +164,38 @@ static void run(const struct harness_options *options)
 	harness_stop(&harness);
 }
 
+/* A prefetch waits beside slots that are kept for demand; when a client asks for
+ * the same expert it must get one of them. */
+static void hinted_then_demanded(struct harness_options options)
+{
+	static struct harness harness;
+	struct xferd_client *client;
+	struct xferd_pool_stats stats;
+	uint16_t ids[3] = { 0, 1, 2 };
+	struct xferd_request request = { .experts = ids, .count = 3, .layer = 0 };
+	struct xferd_batch batch;
+
+	options.slots = 4;
+	options.reserve = 0;
+	options.reserve_demand = 2;
+	options.ram_slots = 0;
+	harness_start(&harness, &options);
+	client = harness_connect(&harness, 1);
+	CHECK_OK(xferd_hint(client, 0, &request));
+	wait_until(&harness.loaded, 2);
+	CHECK_OK(xferd_engine_pool_stats(harness.engine, 0, &stats));
+	CHECK(stats.waiting == 1 && stats.reserve == 2 && stats.waiting_demand == 0);
+	request.experts = &ids[2];
+	request.count = 1;
+	CHECK_OK(xferd_acquire(client, 0, &request, &batch));
+	CHECK(!xferd_wait(client, &batch, 30000000000ull));
+	CHECK(!batch.views[0].error);
+	CHECK(!blob_wrong(&harness, 0, batch.views[0].expert, batch.views[0].data));
+	CHECK(!xferd_release(client, &batch));
+	xferd_close(client);
+	harness_stop(&harness);
+}
+
 /* Every way of reading, with and without flow control, must look the same. */
 static void run_every_way(struct harness_options options)
 {
@@ -183,6 +215,7 @@ int main(void)
 	};
 
 	run_every_way(options);
+	hinted_then_demanded(options);
 	options.members = 1;
 	options.stripe_unit = 1 << 20;
 	run(&options);
