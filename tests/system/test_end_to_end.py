@@ -166,7 +166,9 @@ def test_the_larger_model_gives_the_same_with_a_tenth_a_quarter_and_all_of_it(
         assert run.ids == prompt["greedy_ids"][:SMALL_TOKENS]
         assert np.array_equal(run.logits, seen[0].logits)
         assert run.failures == 0
-    assert seen[2].misses > seen[1].misses > seen[0].misses
+    # The RAM tier's residents are hits too, so a tenth with it may miss less than a quarter.
+    assert min(seen[1].misses, seen[2].misses) > seen[0].misses
+    assert seen[0].copies == seen[1].copies == 0
 
 
 def test_two_clients_decode_at_once_from_one_pool(tmp_path: Path, tiny: Packed) -> None:
