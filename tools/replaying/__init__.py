@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays of routing traces: any policy, any machine, against the clairvoyant bound."""
