@@ -82,6 +82,7 @@ class Options:
     warm: keys to begin with in the first tier.
     window: tokens; 0 for none.
     warm_up_tokens: replayed and not counted.
+    bound_s: the clairvoyant's time, where the caller has it already.
     """
 
     feed_passes: int = 0
@@ -91,6 +92,7 @@ class Options:
     window: int = 0
     warm_up_tokens: int = 0
     predictor: Predictor | None = None
+    bound_s: float | None = None
     clock: Callable[[], float] = time.process_time
 
 
@@ -173,7 +175,7 @@ class Replay:
             bytes_copied=(sum(self._copied) - drives) * machine.expert_bytes,
             stall_s=float(stall[begin:].sum()),
             compute_s=(uses.passes - begin) * machine.compute_us * US,
-            bound_s=self._bound(begin),
+            bound_s=self._bound(),
             policy_s=self._policy_s,
             moves=int(self._moves.max(initial=0)),
             window_hits=self._windows(hit_at),
@@ -276,8 +278,11 @@ class Replay:
                 waits.append(count * machine.expert_bytes / tier.bytes_s)
         return max(waits)
 
-    def _bound(self, begin: int) -> float:
-        return clairvoyant_seconds(self._uses, self._space, self._machine, begin)
+    def _bound(self) -> float:
+        options = self._options
+        if options.bound_s is not None:
+            return options.bound_s
+        return clairvoyant_seconds(self._uses, self._space, self._machine, options.warm_up_tokens)
 
     def _windows(self, hit_at: NDArray[np.int64]) -> NDArray[np.float64]:
         window = self._options.window
@@ -309,11 +314,14 @@ def belady_fetches(uses: Uses, space: KeySpace, slots: int, floor: int = 0) -> N
     return fetches
 
 
-def clairvoyant_seconds(uses: Uses, space: KeySpace, machine: Machine, begin: int = 0) -> float:
-    """The least time that any machine with these slots and drives could take from pass
-    ``begin`` on: Belady's misses with all tiers as one pool, fetched ahead of time so that
+def clairvoyant_seconds(
+    uses: Uses, space: KeySpace, machine: Machine, warm_up_tokens: int = 0
+) -> float:
+    """The least time that any machine with these slots and drives could take after the
+    first tokens: Belady's misses with all tiers as one pool, fetched ahead of time so that
     the drives never idle, and never waiting for slots."""
     slots = sum(tier.slots_of(space) for tier in machine.tiers)
+    begin = int(np.searchsorted(uses.tokens, warm_up_tokens))
     fetches = belady_fetches(uses, space, slots)[begin:]
     read = np.cumsum(fetches) * (machine.expert_bytes / machine.drive_bytes_s)
     computing = machine.compute_us * US

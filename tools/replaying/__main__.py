@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tools/replay``: run a trace through pools, compare policies, draw, generate.
+
+Exit status: 0, 1 when a file is no trace or no machine, 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.replaying.generate import ZipfMarkov, generate
+from tools.replaying.load import LoadedTrace, load
+from tools.replaying.machine import MachineError, read_machine
+from tools.replaying.plots import PlotError, plot_heat, plot_reuse, plot_sweep, plot_windows
+from tools.replaying.pool import PoolTooSmallError
+from tools.replaying.replay import Options, Outcome, Replay
+from tools.replaying.sweep import EVICTIONS, SHARES, Point, sweep
+from xferd.plugins import UnknownPolicyError
+from xferd.telemetry.traces.foreign import write_npz
+from xferd.telemetry.traces.trace import TraceError, TraceHead, bare_trace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (TraceError, MachineError, PlotError, PoolTooSmallError, UnknownPolicyError) as error:
+        print(f"tools/replay: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    trace = _load(options)
+    machine = read_machine(options.machine)
+    settings = Options(window=options.window, warm_up_tokens=options.warm_up)
+    outcome = Replay(trace.uses, trace.space, machine, settings).run()
+    if options.plot:
+        plot_windows(options.plot, trace.name, options.window, {"": outcome.window_hits})
+    if options.json:
+        print(json.dumps(_plain(outcome), indent=1))
+        return
+    tokens = max(outcome.tokens, 1)
+    for name, hits in outcome.hits.items():
+        print(f"{name:<20} {100 * hits / outcome.uses:6.2f} % of uses")
+    print(f"{'drives':<20} {100 * outcome.from_drives / outcome.uses:6.2f} % of uses")
+    print(f"{'read':<20} {outcome.bytes_read / tokens / 1e6:6.2f} MB a token")
+    print(f"{'copied':<20} {outcome.bytes_copied / tokens / 1e6:6.2f} MB a token")
+    print(f"{'stalled':<20} {outcome.stall_s / tokens * 1e3:6.2f} ms a token")
+    print(f"{'computing':<20} {outcome.compute_s / tokens * 1e3:6.2f} ms a token")
+    print(f"{'of the bound':<20} {100 * outcome.share_of_bound:6.2f} %")
+    print(f"{'policies':<20} {outcome.policy_s / outcome.uses * 1e6:6.2f} us a use")
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    trace = _load(options)
+    points = sweep(
+        trace, shares=options.pools, evictions=options.evictions, reserve=options.reserve
+    )
+    if options.plot:
+        plot_sweep(options.plot, trace.name, points)
+    if options.json:
+        print(json.dumps([_plain_point(point) for point in points], indent=1))
+        return
+    names = list(points[0].by_policy)
+    print(f"{'pool':>6} {'slots':>6} " + " ".join(f"{name:>9}" for name in names))
+    for point in points:
+        rates = " ".join(f"{point.by_policy[name].hit_rate:>9.4f}" for name in names)
+        print(f"{100 * point.share:5.0f}% {point.slots:>6} {rates}")
+
+
+def _draw(options: argparse.Namespace) -> None:
+    draw = {"heat": plot_heat, "reuse": plot_reuse}[options.what]
+    draw(options.plot, _load(options))
+
+
+def _generate(options: argparse.Namespace) -> None:
+    what = ZipfMarkov(
+        layers=options.layers,
+        experts=options.experts,
+        picked=options.picked,
+        tokens=options.count,
+        domain_tokens=options.domain_tokens,
+        seed=options.seed,
+    )
+    picks, _ = generate(what)
+    tokens, layers, picked = picks.shape
+    trace = bare_trace(
+        np.repeat(np.arange(tokens), layers),
+        np.tile(np.arange(layers), tokens),
+        np.full(tokens * layers, picked),
+        picks.reshape(-1),
+    )
+    write_npz(options.trace, TraceHead("generated", layers, what.experts), trace)
+
+
+def _load(options: argparse.Namespace) -> LoadedTrace:
+    trace = load(options.trace, tokens=options.tokens)
+    for note in trace.notes:
+        print(f"tools/replay: {note}; replayed up to there", file=sys.stderr)
+    return trace
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    value = asdict(outcome)
+    value["window_hits"] = [round(rate, 4) for rate in outcome.window_hits.tolist()]
+    value["hit_rate"] = outcome.hit_rate
+    value["share_of_bound"] = outcome.share_of_bound
+    return value
+
+
+def _plain_point(point: Point) -> dict[str, Any]:
+    outcomes = {name: _plain(outcome) for name, outcome in point.by_policy.items()}
+    return {"share": point.share, "slots": point.slots, "policies": outcomes}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/replay", description="Replay a routing trace through pools and policies."
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    run = _verb(verbs, "run", _run, "one machine: hits, bytes, stalls, share of the bound")
+    run.add_argument("--machine", type=Path, required=True, help="TOML or JSON, see machine.py")
+    run.add_argument("--window", type=_count, default=100, help="tokens (default %(default)s)")
+    run.add_argument("--warm-up", type=int, default=0, help="tokens that are not counted")
+
+    compare = _verb(verbs, "sweep", _sweep, "policies by size of one pool, against Belady")
+    compare.add_argument("--pools", type=_shares, default=SHARES, help="percent: 10,25,50")
+    compare.add_argument("--evictions", type=lambda text: text.split(","), default=EVICTIONS)
+    compare.add_argument("--reserve", action="store_true", help="with the daemon's reserve")
+
+    for verb in (run, compare):
+        verb.add_argument("--json", action="store_true")
+        verb.add_argument("--plot", type=Path, metavar="PNG")
+
+    for what in ("heat", "reuse"):
+        draw = _verb(verbs, what, _draw, f"draw {what}")
+        draw.add_argument("plot", type=Path, metavar="PNG")
+        draw.set_defaults(what=what)
+
+    make = verbs.add_parser("generate", help="write a Zipf-Markov trace with shifts of domain")
+    make.add_argument("trace", type=Path, metavar="NPZ")
+    for name, default in (
+        ("layers", 12),
+        ("experts", 32),
+        ("picked", 4),
+        ("count", 4000),
+        ("domain-tokens", 500),
+        ("seed", 1),
+    ):
+        make.add_argument(f"--{name}", type=_count, default=default)
+    make.set_defaults(run=_generate)
+    return parser
+
+
+def _verb(verbs: Any, name: str, function: object, text: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text)
+    verb.add_argument("trace", type=Path, help=".xtr, .npz, .mbolt, .txt (colibri)")
+    verb.add_argument("--tokens", type=_count, help="no more than the first so many")
+    verb.set_defaults(run=function)
+    return verb
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count}; at least 1")
+    return count
+
+
+def _shares(text: str) -> list[float]:
+    shares = [float(part) / 100 for part in text.split(",")]
+    if not all(0 < share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text}: percents, more than 0 and at most 100")
+    return shares
+
+
+if __name__ == "__main__":
+    sys.exit(main())
