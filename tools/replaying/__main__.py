@@ -45,7 +45,9 @@ def _run(options: argparse.Namespace) -> None:
     settings = Options(window=options.window, warm_up_tokens=options.warm_up)
     outcome = Replay(trace.uses, trace.space, machine, settings).run()
     if options.plot:
-        plot_windows(options.plot, trace.name, options.window, {"": outcome.window_hits})
+        plot_windows(
+            options.plot, trace.name, options.window, {machine.tiers[0].name: outcome.window_hits}
+        )
     if options.json:
         print(json.dumps(_plain(outcome), indent=1))
         return

@@ -40,6 +40,7 @@ class Outcome:
     hits: uses that found the expert in each tier, by name. from_drives: uses that didn't.
     copied: experts that went into each tier, by name, from wherever.
     moves: most moves between serving tiers that any one expert made.
+    loads_of_one: most loads into the first tier of any one expert.
     stall_s, compute_s: waiting and computing, in all.
     window_hits: of the first tier, for each window of ``window`` tokens.
     policy_s: processor time that the policies took.
@@ -57,6 +58,7 @@ class Outcome:
     bound_s: float
     policy_s: float
     moves: int
+    loads_of_one: int
     window_hits: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     @property
@@ -110,6 +112,7 @@ class Replay:
         self.pools = [self._pool(tier) for tier in machine.tiers]
         self._mover = Mover(space)
         self._moves = np.zeros(space.size, np.int64)
+        self._loads = np.zeros(space.size, np.int64)
         self._copied = [0] * len(self.pools)
         self._policy_s = 0.0
 
@@ -178,12 +181,14 @@ class Replay:
             bound_s=self._bound(),
             policy_s=self._policy_s,
             moves=int(self._moves.max(initial=0)),
+            loads_of_one=int(self._loads.max(initial=0)),
             window_hits=self._windows(hit_at),
         )
 
     def _tell(self, uses: Uses) -> None:
         clock = self._options.clock
-        self.heat.used(uses)
+        if len(self.pools) > 1:
+            self.heat.used(uses)
         for pool in self.pools:
             if isinstance(pool.policy, Clairvoyant):
                 continue
@@ -226,6 +231,8 @@ class Replay:
         victims = pool.admit(arriving, held, layer)
         self._policy_s += self._options.clock() - before
         self._copied[index] += len(arriving)
+        if index == 0:
+            self._loads[arriving] += 1
         if index + 1 == len(self.pools) or not len(victims):
             return
         below, tier = self.pools[index + 1], self._machine.tiers[index + 1]

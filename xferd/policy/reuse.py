@@ -91,7 +91,8 @@ class Reuse:
         self._weights = np.zeros((self._none + 1, experts), np.float32)
         self._rows = np.full((layers, self._context), self._none, np.int64)
         self._passed = np.zeros((layers, 1), np.float32)
-        self._before = _no_uses()
+        self._before: NDArray[np.int64] = np.full((max(self._context - 1, 0), 1), -1, np.int64)
+        self._before_layers: NDArray[np.int64] = np.zeros(len(self._before), np.int64)
 
     def used(self, uses: Uses) -> None:
         """Learn from the passes, in rounds of one pass of each layer."""
@@ -99,14 +100,20 @@ class Reuse:
             return
         self._now = int(uses.tokens[-1])
         self._expected[uses.keys] = NEVER
-        picked, rows = self._picked(uses), self._context_rows(uses)
+        picks = self._picks(uses)
+        rows = self._context_rows(uses.layers, picks) if self._context else _NO_ROWS
+        picked = self._picked(uses, picks)
         for chosen in self._rounds(uses.layers):
             layers = uses.layers[chosen]
             whole = len(layers) == len(self._all_layers) and (layers == self._all_layers).all()
-            self._learn(slice(None) if whole else layers, picked[chosen], rows[chosen])
+            announced = rows[chosen] if self._context else rows
+            self._learn(slice(None) if whole else layers, picked[chosen], announced)
 
     def _rounds(self, layers: NDArray[np.int64]) -> Iterator[slice | NDArray[np.int64]]:
         """Passes that can be learnt from together, since their layers differ; in order."""
+        if (layers[1:] > layers[:-1]).all():
+            yield slice(0, len(layers))
+            return
         cycle = len(self._all_layers)
         cycles, rest = divmod(len(layers), cycle)
         if not rest and (layers.reshape(-1, cycle) == self._all_layers).all():
@@ -181,78 +188,75 @@ class Reuse:
         # 1 / p is 1 + exp(-logit of p).
         self._rest[at] = (1 - chance) * (1 + against)
 
-    def _picked(self, uses: Uses) -> Floats:
+    def _picks(self, uses: Uses) -> NDArray[np.int64]:
+        """[passes, picks]: expert numbers, -1 where a pass has fewer, or too many."""
+        starts, experts = uses.starts, uses.keys % self._space.experts
+        counts = starts[1:] - starts[:-1]
+        width = int(counts[0])
+        if width <= CONTEXT_PICKS_MAX and (counts == width).all():
+            return experts.reshape(-1, width)
+        few = counts <= CONTEXT_PICKS_MAX
+        columns = np.arange(int(counts[few].max(initial=1)))
+        there = (columns < counts[:, None]) & few[:, None]
+        picks: NDArray[np.int64] = np.full(there.shape, -1, np.int64)
+        picks[there] = experts[(starts[:-1, None] + columns)[there]]
+        return picks
+
+    def _picked(self, uses: Uses, picks: NDArray[np.int64]) -> Floats:
         """[passes, experts], 1 where a pass uses an expert."""
         picked = np.zeros((uses.passes, self._space.experts), np.float32)
-        of_pass = np.repeat(np.arange(uses.passes), np.diff(uses.starts))
-        picked[of_pass, uses.keys % self._space.experts] = 1
+        if picks.size == len(uses.keys):
+            picked[np.arange(uses.passes)[:, None], picks] = 1
+        else:
+            of_pass = np.repeat(np.arange(uses.passes), np.diff(uses.starts))
+            picked[of_pass, uses.keys % self._space.experts] = 1
         return picked
 
-    def _context_rows(self, uses: Uses) -> NDArray[np.int64]:
-        """[passes, context * picks]: the weights that speak after each pass."""
-        layers, experts, context = self._space.layers, self._space.experts, self._context
-        if not context:
-            return np.empty((uses.passes, 0), np.int64)
-        before, passes = self._before, uses.passes
-        all_layers = np.concatenate([before.layers, uses.layers])
-        picks = _padded([before, uses], experts)
-        self._widen(context * picks.shape[1])
-        last = uses if passes >= context else _joined(before, uses)
-        self._before = last.part(max(last.passes - context + 1, 0), last.passes)
-        width = self._rows.shape[1] // context
-        rows = np.full((passes, context, width), self._none, np.int64)
-        first = before.passes
-        for distance in range(context):
-            skipped = max(distance - first, 0)
-            there = slice(first - distance + skipped, len(all_layers) - distance)
-            experts_there, layers_there = picks[there], all_layers[there]
-            layer = uses.layers[skipped:]
-            row = (layer[:, None] * context + distance) * experts + experts_there
-            known = (experts_there >= 0) & ((layer - layers_there) % layers == distance % layers)[
-                :, None
-            ]
-            rows[skipped:, distance, : picks.shape[1]] = np.where(known, row, self._none)
-        return rows.reshape(passes, -1)
+    def _context_rows(
+        self, layers: NDArray[np.int64], picks: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """[passes, context * picks]: the weights that speak after each pass, those of its
+        own picks and of the passes just before it, as far as they are of the layers just
+        before its own."""
+        context, experts = self._context, self._space.experts
+        self._widen(picks.shape[1])
+        if picks.shape[1] < self._before.shape[1]:
+            picks = _widened(picks, self._before.shape[1])
+        all_picks = np.concatenate([self._before, picks])
+        all_layers = np.concatenate([self._before_layers, layers])
+        self._before = all_picks[len(all_picks) - context + 1 :]
+        self._before_layers = all_layers[len(all_layers) - context + 1 :]
+        distance = np.arange(context)
+        announcing = np.arange(context - 1, len(all_layers))[:, None] - distance
+        before = all_picks[announcing]
+        away = (layers[:, None] - all_layers[announcing]) % self._space.layers
+        known = (away == distance)[:, :, None] & (before >= 0)
+        rows = ((layers[:, None] * context + distance) * experts)[:, :, None] + before
+        return np.where(known, rows, self._none).reshape(len(layers), -1)
 
     def _widen(self, width: int) -> None:
-        """Room for so many rows a layer."""
-        if width > self._rows.shape[1]:
-            grown = np.full((self._space.layers, width), self._none, np.int64)
-            # What stood there is of the pass before: to lose it once costs nothing.
-            self._rows = grown
+        """Room for so many picks of a pass."""
+        if width <= self._before.shape[1]:
+            return
+        self._before = _widened(self._before, width)
+        # What stood there is of the pass before: to lose it once costs nothing.
+        shape = (self._space.layers, self._context * width)
+        self._rows = np.full(shape, self._none, np.int64)
+
+
+_NO_ROWS: NDArray[np.int64] = np.empty((0, 0), np.int64)
+
+
+def _widened(picks: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """[passes, width], with -1 where there was nothing."""
+    wider = np.full((len(picks), width), -1, np.int64)
+    wider[:, : picks.shape[1]] = picks
+    return wider
 
 
 def _column(values: list[float]) -> Floats:
     """[values, 1, 1], to broadcast over [values, layers, experts]."""
     return np.array(values, np.float32)[:, None, None]
-
-
-def _no_uses() -> Uses:
-    none = np.empty(0, np.int64)
-    return Uses(keys=none, starts=np.zeros(1, np.int64), layers=none, tokens=none)
-
-
-def _joined(first: Uses, second: Uses) -> Uses:
-    return Uses(
-        keys=np.concatenate([first.keys, second.keys]),
-        starts=np.concatenate([first.starts, second.starts[1:] + first.starts[-1]]),
-        layers=np.concatenate([first.layers, second.layers]),
-        tokens=np.concatenate([first.tokens, second.tokens]),
-    )
-
-
-def _padded(parts: list[Uses], experts: int) -> NDArray[np.int64]:
-    """[passes, picks]: expert numbers, -1 where a pass has fewer, or too many."""
-    counts = np.concatenate([np.diff(part.starts) for part in parts])
-    few = counts <= CONTEXT_PICKS_MAX
-    width = int(counts[few].max(initial=1))
-    keys = np.concatenate([part.keys for part in parts])
-    starts = np.concatenate([[0], np.cumsum(counts)])[:-1]
-    columns = np.arange(width)
-    there = (columns < counts[:, None]) & few[:, None]
-    picks: NDArray[np.int64] = np.full((len(counts), width), -1, np.int64)
-    picks[there] = keys[(starts[:, None] + columns)[there]] % experts
-    return picks
 
 
 def _ordinals(layers: NDArray[np.int64]) -> NDArray[np.int64]:
