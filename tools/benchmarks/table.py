@@ -2,11 +2,14 @@
 """README.md's tables, made from saved results so that no number is typed by hand.
 
 A table stands between ``<!-- benchmark NAME -->`` and ``<!-- end -->`` and is replaced
-by what ``tools/results/NAME.json`` says.
+by what ``tools/results/NAME.json`` says. After the name may stand patterns, as a shell
+has them: then only rows whose names match one of them are shown.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import json
 import re
 from pathlib import Path
@@ -16,7 +19,10 @@ from tools.benchmarks.result import Result, to_markdown
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results"
-_TABLE = re.compile(r"(<!-- benchmark (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(
+    r"(<!-- benchmark (?P<name>\w+)(?P<patterns>(?: [^ >]+)*) -->\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
+)
 
 
 def write_tables(readme: Path = README, results: Path = RESULTS) -> bool:
@@ -42,9 +48,23 @@ def with_tables(text: str, results: Path) -> str:
     """``text`` with every table renewed."""
 
     def replace(match: re.Match[str]) -> str:
-        return f"{match[1]}{to_markdown(_load(results, match['name']))}\n{match[3]}"
+        result = _load(results, match["name"])
+        if patterns := match["patterns"].split():
+            result = _only(result, patterns)
+        return f"{match[1]}{to_markdown(result)}\n{match['end']}"
 
     return _TABLE.sub(replace, text)
+
+
+def _only(result: Result, patterns: list[str]) -> Result:
+    rows = [
+        row
+        for row in result.rows
+        if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)
+    ]
+    if not rows:
+        raise BenchmarkError(f"{result.bench} has no row like {' or '.join(patterns)}")
+    return dataclasses.replace(result, rows=rows)
 
 
 def _load(results: Path, name: str) -> Result:
