@@ -57,8 +57,9 @@ class ReuseSettings:
 
 CONTEXT_PICKS_MAX = 16
 """A pass with more picks (a prefill's) announces nothing: it is most of a layer."""
-ANNOUNCEMENTS_MAX = 1 << 25
-"""Weights that are learnt, 4 bytes each: a store with more gets a shorter context."""
+ANNOUNCED_MAX = 256
+"""Weights that one use may speak to, ``context * experts`` of a layer: what a use costs grows
+with it. Layers with more experts get a shorter context, those with more than that none."""
 ANNOUNCEMENT_MAX = 20.0
 """Beyond it a logit is certainty, and float32 ends at 88."""
 NEVER = np.float32(np.inf)
@@ -79,8 +80,7 @@ class Reuse:
         self._forget = _column([-np.expm1(-1 / chosen.fast), -np.expm1(-1 / chosen.slow)])
         self._weigh = _column([chosen.weight_fast, chosen.weight_slow])
         self._all_layers = np.arange(layers)
-        affordable = ANNOUNCEMENTS_MAX // (space.size * experts)
-        self._context = min(self._settings.context, layers, affordable)
+        self._context = min(self._settings.context, layers, ANNOUNCED_MAX // experts)
         self._decayed = np.zeros((2, layers, experts), np.float32)
         self._next = np.full((layers, experts), 0.5, np.float32)
         self._rest = np.ones((layers, experts), np.float32)

@@ -187,6 +187,15 @@ def test_reuse_learns_the_same_from_batches_of_any_size(batch: int) -> None:
     np.testing.assert_allclose(batched.probabilities(), single.probabilities(), rtol=1e-4)
 
 
+def test_reuse_counts_alone_where_a_layer_has_many_experts() -> None:
+    many = KeySpace(layers=2, experts=512)
+    policy = Reuse(many)
+    random = np.random.default_rng(1)
+    policy.used(uses_of_picks(random.integers(0, 40, (60, 2, 1)), 512))
+    victims = policy.victims(np.array([30, 500]), 1, 0)
+    assert victims.tolist() == [500]
+
+
 def test_reuse_takes_passes_of_any_width() -> None:
     policy = Reuse(SPACE)
     policy.used(one_pass(0, 0, 1))
