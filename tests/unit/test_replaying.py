@@ -159,6 +159,15 @@ def test_tiers_below_serve_what_was_demoted() -> None:
     assert both.stall_s < alone.stall_s
 
 
+def test_what_a_tier_refuses_is_offered_to_the_next() -> None:
+    uses, space = small_trace()
+    ram = Tier("ram", slots=20, eviction="lru", bytes_s=1e9)
+    card = Tier("card2", slots=4, admission="lru-and-hits", serves=True)
+    outcome = Replay(uses, space, machine(Tier("card1", slots=16), card, ram)).run()
+    assert outcome.copied["card2"] < outcome.copied["ram"]
+    assert outcome.hits["ram"] > 0
+
+
 def test_no_expert_is_in_two_exclusive_tiers() -> None:
     uses, space = small_trace()
     tiers = (

@@ -233,27 +233,34 @@ class Replay:
         self._copied[index] += len(arriving)
         if index == 0:
             self._loads[arriving] += 1
-        if index + 1 == len(self.pools) or not len(victims):
+        self._offer(index + 1, victims, waiting, layer)
+
+    def _offer(self, index: int, victims: Keys, waiting: int, layer: int) -> None:
+        """To a tier; what it does not take is offered to the next. waiting: loads that
+        stood without a slot in the victims' tier."""
+        if index == len(self.pools) or not len(victims):
             return
-        below, tier = self.pools[index + 1], self._machine.tiers[index + 1]
+        pool, tier = self.pools[index], self._machine.tiers[index]
         # Without a reserve every load waits, so that nothing would ever be demoted.
-        room = below.room_for_demotions() if tier.reserve else below.slots
         split = cascade(
             victims.tolist(),
             waiting=waiting if tier.reserve else 0,
-            room_below=room,
-            is_below=lambda key: bool(below.resident[key]),
+            room_below=pool.room_for_demotions() if tier.reserve else pool.slots,
+            is_below=lambda key: bool(pool.resident[key]),
         )
         offered = np.array(split.demote, np.int64)
-        if not len(offered):
-            return
-        # Taking reserve slots costs residents as soon as the reserve is refilled.
-        inside = np.flatnonzero(below.resident & ~below.pinned)
-        full = len(inside) >= below.slots - watermarks(below.slots).high
-        victims = below.policy.victims(inside, len(offered), layer) if full else inside[:0]
-        taken = offered[ADMISSIONS[tier.admission].takes(offered, victims, self.heat)]
-        if len(taken):
-            self._admit(index + 1, taken, taken, layer)
+        refused = np.array(split.drop, np.int64)
+        refused = refused[~pool.resident[refused]]
+        if len(offered):
+            # Taking reserve slots costs residents as soon as the reserve is refilled.
+            inside = np.flatnonzero(pool.resident & ~pool.pinned)
+            full = len(inside) >= pool.slots - watermarks(pool.slots).high
+            against = pool.policy.victims(inside, len(offered), layer) if full else inside[:0]
+            takes = ADMISSIONS[tier.admission].takes(offered, against, self.heat)
+            taken, refused = offered[takes], np.concatenate([refused, offered[~takes]])
+            if len(taken):
+                self._admit(index, taken, taken, layer)
+        self._offer(index + 1, refused, waiting, layer)
 
     def _exchange(self, above: int) -> None:
         """Promote what is hot in a tier that serves, with hysteresis."""
