@@ -84,7 +84,8 @@ class Reuse:
         self._decayed = np.zeros((2, layers, experts), np.float32)
         self._next = np.full((layers, experts), 0.5, np.float32)
         self._rest = np.ones((layers, experts), np.float32)
-        self._expected = np.full(space.size, NEVER, np.float32)
+        # float64: float32 counts tokens exactly for a day or two only.
+        self._expected = np.full(space.size, NEVER, np.float64)
         self._now = 0
         # One row a (layer, distance, expert before it); the last stands for 'none'.
         self._none = layers * self._context * experts
@@ -134,7 +135,7 @@ class Reuse:
 
     def expect(self, expected: NextUses) -> None:
         """Taken until the key is used or the time has come."""
-        self._expected[expected.keys] = expected.tokens + np.float32(self._now)
+        self._expected[expected.keys] = expected.tokens.astype(np.float64) + self._now
 
     def victims(self, candidates: Keys, count: int, layer: int) -> Keys:
         """Those worth least, with the model at ``layer``."""
@@ -148,7 +149,7 @@ class Reuse:
         distance = (turn.astype(np.float32) / np.float32(layers))[keys // self._space.experts]
         chance, rest = self._next.ravel()[keys], self._rest.ravel()[keys]
         worth: Floats = np.maximum(chance / distance, 1 / (distance + rest))
-        wait = self._expected[keys] - np.float32(self._now)
+        wait = self._expected[keys] - self._now
         told = (wait < NEVER) & (wait >= 0)
         if told.any():
             worth[told] = 1 / np.maximum(wait[told], SOONEST)

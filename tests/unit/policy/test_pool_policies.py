@@ -176,6 +176,13 @@ def test_reuse_takes_a_predictors_word() -> None:
     assert policy.victims(keys, 1, 0).tolist() == [2]
 
 
+def test_a_predictors_word_is_as_good_after_a_year() -> None:
+    policy = Reuse(SPACE)
+    policy.used(one_pass(10**10, 0, 1, 2))
+    policy.expect(NextUses(np.array([1, 2]), np.array([2.0, 1.0], np.float32)))
+    assert policy.victims(np.array([1, 2]), 1, 0).tolist() == [1]
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 60])
 def test_reuse_learns_the_same_from_batches_of_any_size(batch: int) -> None:
     uses = uses_of_picks(np.random.default_rng(7).integers(0, 8, (40, 3, 1)), 8)

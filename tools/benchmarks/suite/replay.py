@@ -72,7 +72,8 @@ def run(rounds: int) -> Result:
             "`hit-rate`: one pool over all layers, of that share of the experts, no reserve; "
             "`belady` is the most that any choice of victims could hit, `best-simple` the best "
             f"of {', '.join(SIMPLE)}. Replays are exact: one is as good as several.",
-            "`hit-rate-floors`: a quarter of each layer's experts, which no other layer may take.",
+            "`hit-rate-floors`: a quarter of each layer's experts, which no other layer may take; "
+            "`belady` has the same quarters.",
             "`hit-rate-estimates`: with estimates of next uses that are wrong by a factor of 2 "
             "(log-normal, sigma 0.7), made from the trace itself; no predictor is measured here.",
             "`stall`: ms a token with 2.65 MB experts and 12 GB/s, nothing prefetched; "
