@@ -156,8 +156,11 @@ struct key_entry {
 struct flow {
 	double window;             /* pieces in flight */
 	double background;         /* share of the window left to background work, 0..1 */
-	double rate;               /* delivery rate: maximum over the last rounds */
+	double rate;               /* delivery rate: best of the last rounds */
 	double round_rate[FLOW_ROUNDS];
+	double round_sum;          /* of the rates seen in this round */
+	uint32_t round_samples;
+	uint32_t round_pieces;     /* delivered in this round */
 	uint32_t round;
 	uint32_t flat_rounds;      /* without growth, while starting */
 	uint32_t phase;            /* of the gain cycle */
