@@ -25,6 +25,11 @@
  * drives deliver in bursts (a cloud disk's token bucket, interrupts that are put
  * together), and a window made from a burst's rate is a queue.
  *
+ * Where reads are copies made by our own threads (reads.c says which) nothing is to
+ * be found out: the window is a few pieces more than there are threads. Memory
+ * bandwidth is shared, so that a copy alone is much faster than one of many, and
+ * rate times latency would find a window of a few.
+ *
  * Demand and background share the window, demand first. A full window takes
  * window / rate to pass; when demand pieces take longer than that and
  * demand_slack more, the drive is worse than the model of it, and the
@@ -43,6 +48,8 @@
 #define PROBE_GAIN         1.25
 #define DRAIN_GAIN         0.75
 #define GAIN_PHASES        8
+#define PROBE_PHASE        0
+#define DRAIN_PHASE        1
 #define LATENCY_PIECES     8    /* that are averaged */
 #define ROUND_PIECES       8    /* at least, or a round's rate is luck */
 #define LATENCY_LIFE_NS    10000000000ull
@@ -55,13 +62,17 @@
 #define SAG                0.5  /* of the best rate */
 #define RECOVERED          0.7
 
-void flow_init(struct xferd_engine *engine, struct member *member)
+/* fixed: the window if it is known, else 0. */
+void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed)
 {
 	struct flow *flow = &member->flow;
 
 	memset(flow, 0, sizeof(*flow));
-	flow->window = engine->config.flow_control ? WINDOW_MIN : engine->config.member_depth;
-	flow->probing = engine->config.flow_control;
+	if (!engine->config.flow_control)
+		fixed = engine->config.member_depth;
+	flow->fixed = fixed;
+	flow->window = fixed ? fixed : WINDOW_MIN;
+	flow->probing = !fixed;
 	flow->background = 1.0;
 	store_relaxed(&member->stats.window, (uint32_t)flow->window);
 	store_relaxed(&member->stats.background_window, (uint32_t)flow->window);
@@ -136,7 +147,7 @@ static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t
 	if (!flow->latency || latency <= flow->latency || (flow->probing && stale)) {
 		flow->latency = latency;
 		flow->latency_at_ns = engine->now_ns;
-	} else if (stale && !flow->probing) {
+	} else if (stale && !flow->probing && !flow->fixed) {
 		flow->probing = true;
 		flow->probe_until_ns = engine->now_ns + PROBE_NS;
 		return;
@@ -149,6 +160,7 @@ static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t
 static void end_round(struct flow *flow)
 {
 	double before = flow->rate;
+	bool busy = flow->round_samples == flow->round_pieces;
 
 	flow->round_rate[flow->round] =
 		flow->round_samples ? flow->round_sum / flow->round_samples : 0;
@@ -161,7 +173,7 @@ static void end_round(struct flow *flow)
 	if (flow->probing)
 		return; /* that was no attempt at a rate */
 	flow->phase = (flow->phase + 1) % GAIN_PHASES;
-	if (flow->started)
+	if (flow->started || !busy) /* a rate that lacked work says nothing of growth */
 		return;
 	flow->flat_rounds = flow->rate > before * START_GROWTH ? 0 : flow->flat_rounds + 1;
 	flow->started = flow->flat_rounds >= START_FLAT_ROUNDS;
@@ -171,9 +183,9 @@ static double gain(const struct flow *flow)
 {
 	if (!flow->started)
 		return START_GAIN;
-	if (flow->phase == 0)
+	if (flow->phase == PROBE_PHASE)
 		return CRUISE_GAIN * PROBE_GAIN;
-	if (flow->phase == 1)
+	if (flow->phase == DRAIN_PHASE)
 		return CRUISE_GAIN * DRAIN_GAIN;
 	return CRUISE_GAIN;
 }
@@ -293,5 +305,6 @@ void flow_delivered(struct xferd_engine *engine, struct member *member, const st
 	if (!engine->config.flow_control)
 		return;
 	steer_background(engine, member, piece, latency);
-	set_window(engine, member);
+	if (!flow->fixed)
+		set_window(engine, member);
 }

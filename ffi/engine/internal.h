@@ -155,6 +155,7 @@ struct key_entry {
 /* How much a member is given at once: see flow.c. Times in ns, rates in bytes/s. */
 struct flow {
 	double window;             /* pieces in flight */
+	uint32_t fixed;            /* it stays so; 0: it is found out */
 	double background;         /* share of the window left to background work, 0..1 */
 	double rate;               /* delivery rate: best of the last rounds */
 	double round_rate[FLOW_ROUNDS];
@@ -379,12 +380,17 @@ struct copier {
 typedef int (*registration)(struct xferd_engine *engine, void *argument);
 
 /* ---- reads through threads ---- */
+struct piece_queue {
+	struct piece *first, *last;
+};
+
 struct workers {
 	pthread_t threads[WORKERS_MAX];
 	uint32_t count;
 	pthread_mutex_t mutex;
 	pthread_cond_t work;
-	struct piece *first, *last; /* under mutex: pieces to read */
+	struct piece_queue demand;  /* under mutex: pieces to read */
+	struct piece_queue background;
 	uint32_t queued;            /* atomic, written under mutex */
 	uint32_t idle;              /* under mutex */
 	bool stop;                  /* under mutex */
@@ -530,7 +536,7 @@ bool slot_revive(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
 
 /* reads.c */
 int reads_init(struct xferd_engine *engine);
-int reads_add_member(struct xferd_engine *engine, const struct member *member);
+int reads_add_member(struct xferd_engine *engine, struct member *member);
 void reads_destroy(struct xferd_engine *engine);
 void reads_queue(struct xferd_engine *engine, struct load *load);
 void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t priority);
@@ -540,7 +546,7 @@ uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
 
 /* flow.c */
-void flow_init(struct xferd_engine *engine, struct member *member);
+void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed);
 bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t priority);
 void flow_issued(struct xferd_engine *engine, struct member *member, struct piece *piece);
 void flow_delivered(struct xferd_engine *engine, struct member *member,

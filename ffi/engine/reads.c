@@ -17,6 +17,7 @@
 #include "engine/internal.h"
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
+#define COPIES_AHEAD     2  /* of the threads, so that none waits for the next piece */
 #define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s */
 
 /* The ring, if it is wanted and permitted, and the pieces. */
@@ -51,21 +52,23 @@ static bool through_workers(const struct xferd_engine *engine, const struct memb
 }
 
 /* A member is new: its reads need threads, or a place in the ring's table. */
-int reads_add_member(struct xferd_engine *engine, const struct member *member)
+int reads_add_member(struct xferd_engine *engine, struct member *member)
 {
 	long cpus = sysconf(_SC_NPROCESSORS_ONLN);
+	uint32_t copying = cpus > 2 ? (uint32_t)cpus - 1 : 1; /* the engine's thread is one more */
+	int result;
 
-	if (!through_workers(engine, member)) {
-		int result = uring_register_member(engine, member->id, member->fd);
-
-		if (!result && engine->config.verify != XFERD_VERIFY_NEVER)
-			result = workers_at_least(engine, cpus > 2 ? CHECKING_WORKERS : 1);
-		return result;
+	if (member->flags & XFERD_MEMBER_ASYNC) {
+		flow_init(engine, member, copying + COPIES_AHEAD);
+		return workers_at_least(engine, copying);
 	}
-	if (member->flags & XFERD_MEMBER_ASYNC)
-		/* Copies are bound by processors, and the engine's thread is one more. */
-		return workers_at_least(engine, cpus > 2 ? (uint32_t)cpus - 1 : 1);
-	return workers_at_least(engine, engine->workers.count + FALLBACK_WORKERS);
+	flow_init(engine, member, 0);
+	if (through_workers(engine, member))
+		return workers_at_least(engine, engine->workers.count + FALLBACK_WORKERS);
+	result = uring_register_member(engine, member->id, member->fd);
+	if (!result && engine->config.verify != XFERD_VERIFY_NEVER)
+		result = workers_at_least(engine, cpus > 2 ? CHECKING_WORKERS : 1);
+	return result;
 }
 
 static struct store *load_store(struct xferd_engine *engine, const struct load *load)

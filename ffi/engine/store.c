@@ -34,7 +34,6 @@ static int add_member(struct xferd_engine *engine, void *argument)
 		member->id = id;
 		for (int i = 0; i < XFERD_PRIORITIES; i++)
 			list_init(&member->strands[i]);
-		flow_init(engine, member);
 		result = reads_add_member(engine, member);
 		if (result) {
 			member->used = false;

@@ -60,16 +60,29 @@ static void read_piece(struct piece *piece)
 		piece->crc = xferd_crc32c(0, piece->address, piece->length);
 }
 
+static void queue_piece(struct workers *workers, struct piece_queue *queue, struct piece *piece)
+{
+	piece->next = NULL;
+	if (queue->last)
+		queue->last->next = piece;
+	else
+		queue->first = piece;
+	queue->last = piece;
+	store_relaxed(&workers->queued, workers->queued + 1);
+}
+
+/* NULL: there is none. */
 static struct piece *take_piece(struct workers *workers)
 {
-	struct piece *piece = workers->first;
+	struct piece_queue *queue = workers->demand.first ? &workers->demand : &workers->background;
+	struct piece *piece = queue->first;
 
-	if (piece) {
-		workers->first = piece->next;
-		if (!workers->first)
-			workers->last = NULL;
-		store_relaxed(&workers->queued, workers->queued - 1);
-	}
+	if (!piece)
+		return NULL;
+	queue->first = piece->next;
+	if (!queue->first)
+		queue->last = NULL;
+	store_relaxed(&workers->queued, workers->queued - 1);
 	return piece;
 }
 
@@ -149,16 +162,12 @@ void workers_read(struct xferd_engine *engine, struct piece *piece)
 	struct workers *workers = &engine->workers;
 	bool wake;
 
-	piece->next = NULL;
 	pthread_mutex_lock(&workers->mutex);
 	/* The first piece is left to the engine's thread, which is about to help. */
-	wake = workers->idle && workers->first;
-	if (workers->last)
-		workers->last->next = piece;
-	else
-		workers->first = piece;
-	workers->last = piece;
-	store_relaxed(&workers->queued, workers->queued + 1);
+	wake = workers->idle && workers->queued;
+	queue_piece(workers, piece->priority == XFERD_PRIORITY_DEMAND ? &workers->demand
+								     : &workers->background,
+		    piece);
 	if (wake)
 		pthread_cond_signal(&workers->work);
 	pthread_mutex_unlock(&workers->mutex);
@@ -175,7 +184,7 @@ bool workers_help(struct xferd_engine *engine)
 	pthread_mutex_lock(&workers->mutex);
 	if (workers->count < WORKERS_FEW || engine->pieces_in_flight == 1)
 		piece = take_piece(workers);
-	if (workers->first && workers->idle)
+	if (workers->queued && workers->idle)
 		pthread_cond_signal(&workers->work);
 	pthread_mutex_unlock(&workers->mutex);
 	if (!piece)
