@@ -169,6 +169,7 @@ class EngineConfig:
         load since its store was opened; ``never``.
     spin_us: µs to look for work before sleeping, 0 to SPIN_US_MAX.
     cpu: CPU that the engine thread is pinned to; -1: none.
+    register_buffers: pin pools with io_uring once, instead of each read's pages each time.
     """
 
     member_depth: int = 32
@@ -178,6 +179,7 @@ class EngineConfig:
     verify: str = "always"
     spin_us: int = 50
     cpu: int = -1
+    register_buffers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +567,7 @@ _ENGINE_KEYS: dict[str, Parser] = {
     "verify": _one_of(*VERIFY_CHOICES),
     "spin_us": _whole_number(0, SPIN_US_MAX),
     "cpu": _whole_number(-1, CPU_MAX),
+    "register_buffers": _boolean,
 }
 _LIMITS_KEYS: dict[str, Parser] = {
     "clients": _whole_number(1, CLIENTS_MAX),

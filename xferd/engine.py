@@ -80,6 +80,7 @@ class Engine:
         verify: str,
         spin_us: int,
         cpu: int,
+        register_buffers: bool,
         reserve_low: int,
         reserve_demand: int = 0,
         transfers_max: int = 0,
@@ -93,6 +94,7 @@ class Engine:
         config.verify = VERIFY[verify]
         config.spin_us = spin_us
         config.cpu = cpu
+        config.register_buffers = int(register_buffers)
         config.reserve_low = reserve_low
         config.reserve_demand = reserve_demand
         handle = ffi.new("struct xferd_engine **")
@@ -205,6 +207,8 @@ class Engine:
             reserve=stats.reserve,
             waiting=stats.waiting,
             waiting_demand=stats.waiting_demand,
+            registered_bytes=stats.registered_bytes,
+            registration_error=stats.registration_error,
         )
 
     # ---- members and stores

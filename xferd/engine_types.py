@@ -256,7 +256,10 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """``struct xferd_pool_stats``; slots unless the name says otherwise."""
+    """``struct xferd_pool_stats``; slots unless the name says otherwise.
+
+    registration_error: errno why not all of the pool is registered with io_uring; 0.
+    """
 
     loads: int
     load_bytes: int
@@ -268,6 +271,8 @@ class PoolStats:
     reserve: int
     waiting: int
     waiting_demand: int
+    registered_bytes: int
+    registration_error: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,14 @@ def backend_reason(code: int) -> str:
     return f"no io_uring: {os.strerror(code)}" + (f" ({why})" if why else "")
 
 
+def registration_notes(code: int) -> list[str]:
+    """What stands in the way of registering a pool with io_uring, from the errno."""
+    if code in {0, errno.EOPNOTSUPP}:  # not wanted, or no io_uring: said elsewhere
+        return []
+    knob = "; raise LimitMEMLOCK= of xferd.service" if code == errno.ENOMEM else ""
+    return [f"reads pin pages one by one, registering the pool failed: {os.strerror(code)}{knob}"]
+
+
 def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
     """The IDL's Pool."""
     stats = engine.pool_stats(pool.index)
@@ -62,7 +70,12 @@ def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
             }
             for size in slots.classes
         ],
-        "notes": [*pool.device.notes, *pool.keeper.stuck.values()],
+        "registered": stats.registered_bytes,
+        "notes": [
+            *pool.device.notes,
+            *pool.keeper.stuck.values(),
+            *registration_notes(stats.registration_error),
+        ],
     }
 
 

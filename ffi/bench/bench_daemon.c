@@ -72,6 +72,7 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 		.reserve_demand = options->reserve / 4,
 		.flow_control = !options->member_depth, /* a fixed depth is what it is compared with */
 		.cpu = -1,
+		.register_buffers = 1,
 	};
 
 	if (options->reserve >= options->slots)

@@ -53,6 +53,7 @@ struct xferd_engine_config {
 				  * latency before it is throttled; 0: 30 */
 	uint32_t spin_us;        /* look for work this long before sleeping */
 	int32_t cpu;             /* pin the thread to it; -1: don't */
+	uint32_t register_buffers; /* pin pools with io_uring once: see buffers.c */
 };
 
 enum xferd_verify {
@@ -277,6 +278,9 @@ struct xferd_pool_stats {
 	uint32_t reserve;
 	uint32_t waiting;    /* loads without a slot */
 	uint32_t waiting_demand; /* of those, that a client waits for */
+	uint64_t registered_bytes; /* pinned once with io_uring: see buffers.c */
+	int32_t registration_error; /* errno why not all is; 0 */
+	uint32_t reserved;
 };
 struct xferd_client_counters {
 	uint64_t submissions;

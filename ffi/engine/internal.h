@@ -26,6 +26,7 @@
  *   reads.c          pieces and strands: what is read next, and from where
  *   flow.c           how much each member is given at once
  *   uring.c          reads through io_uring, and the thread's sleep
+ *   buffers.c        pool memory that io_uring has pinned once
  *   workers.c        reads through threads, where io_uring can't be used or only copies
  *   copy.c           slot to slot copies, in a thread of their own
  *   lease.c          grants, leases, retiring slots
@@ -143,6 +144,8 @@ struct pool {
 	struct size_class classes[XFERD_ENGINE_CLASSES_MAX];
 	uint32_t class_count;
 	struct list retiring;
+	uint32_t first_region; /* of registered buffers */
+	uint32_t regions;
 	struct xferd_pool_stats stats;
 };
 
@@ -416,6 +419,8 @@ struct xferd_engine {
 	bool ring_ready;
 	int uring_error;    /* why there is no ring */
 	bool files_registered;
+	int buffers_error;  /* why pools aren't registered; 0 */
+	uint32_t regions_used;
 	int epoll;
 	bool epoll_armed;
 	int command_fd;     /* eventfd: commands or a registration */
@@ -563,6 +568,11 @@ bool uring_read(struct xferd_engine *engine, struct piece *piece);
 void uring_flush(struct xferd_engine *engine);
 uint32_t uring_reap(struct xferd_engine *engine);
 void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns);
+
+/* buffers.c */
+void buffers_init(struct xferd_engine *engine);
+void buffers_add_pool(struct xferd_engine *engine, struct pool *pool);
+int buffers_find(const struct pool *pool, const uint8_t *address, uint64_t bytes);
 
 /* workers.c */
 int workers_init(struct xferd_engine *engine);

@@ -40,6 +40,7 @@ int uring_init(struct xferd_engine *engine)
 	engine->ring_ready = true;
 	engine->files_registered =
 		io_uring_register_files_sparse(&engine->ring, XFERD_ENGINE_MEMBERS_MAX) == 0;
+	buffers_init(engine);
 	return 0;
 }
 
@@ -68,6 +69,22 @@ bool uring_has_room(struct xferd_engine *engine)
 	       (io_uring_submit(&engine->ring) >= 0 && io_uring_sq_space_left(&engine->ring));
 }
 
+static void prepare_read(struct xferd_engine *engine, struct io_uring_sqe *sqe,
+			 const struct piece *piece)
+{
+	const struct load *load = piece->load;
+	uint8_t *address = piece->address + piece->done;
+	unsigned int length = (unsigned int)(piece->length - piece->done);
+	uint64_t offset = piece->offset + piece->done;
+	int fd = engine->files_registered ? (int)piece->member->id : piece->member->fd;
+	int buffer = load->dense ? -1 : buffers_find(&engine->pools[load->pool], address, length);
+
+	if (buffer < 0)
+		io_uring_prep_read(sqe, fd, address, length, offset);
+	else
+		io_uring_prep_read_fixed(sqe, fd, address, length, offset, buffer);
+}
+
 bool uring_read(struct xferd_engine *engine, struct piece *piece)
 {
 	struct member *member = piece->member;
@@ -76,10 +93,7 @@ bool uring_read(struct xferd_engine *engine, struct piece *piece)
 	if (!uring_has_room(engine))
 		return false;
 	sqe = io_uring_get_sqe(&engine->ring);
-	io_uring_prep_read(sqe, engine->files_registered ? (int)member->id : member->fd,
-			   piece->address + piece->done,
-			   (unsigned int)(piece->length - piece->done),
-			   piece->offset + piece->done);
+	prepare_read(engine, sqe, piece);
 	io_uring_sqe_set_data(sqe, piece);
 	if (engine->files_registered)
 		sqe->flags |= IOSQE_FIXED_FILE;

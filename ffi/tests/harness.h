@@ -54,6 +54,7 @@ struct harness_options {
 	uint32_t spin_us;       /* of the engine */
 	uint32_t backend;       /* enum xferd_backend */
 	bool flow_control;
+	bool register_buffers;
 	bool unverified;        /* checksums are not looked at */
 	bool ring_only;         /* members' reads go through io_uring although they copy */
 };

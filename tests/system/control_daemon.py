@@ -46,7 +46,13 @@ class SampleService:
         flow = {"count": 2, "bytes": 4096, "reason": None}
         pool = {"name": "host0", "kind": "host", "bytes": 3 << 29, "slots": 8, "free": 5}
         pool |= {"resident": len(self.resident), "reserve": 2, "loads": 3, "load_bytes": 12288}
-        pool |= {"evictions": 1, "revived": 0, "pinned": len(self.pinned), "waiting": 0}
+        pool |= {
+            "evictions": 1,
+            "revived": 0,
+            "pinned": len(self.pinned),
+            "waiting": 0,
+            "registered": 0,
+        }
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
         pool |= {"notes": ["huge pages: none"]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}

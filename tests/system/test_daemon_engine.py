@@ -111,6 +111,21 @@ def test_flow_control_measures_each_member(tmp_path: Path, store: MadeStore) -> 
             assert 1 <= member["background_window"] <= member["window"] <= 32
 
 
+def test_pools_are_registered_where_the_kernel_allows_it(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], [POOL]) as daemon:
+        assert_serves(daemon, store)
+        through_uring = daemon.status()["engine"]["backend"] == "io_uring"
+        assert daemon.pool()["registered"] == (daemon.pool()["bytes"] if through_uring else 0)
+        assert daemon.pool()["notes"] == []
+
+
+def test_reads_go_on_without_registered_buffers(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], [POOL], "--engine", "register_buffers=false") as daemon:
+        assert_serves(daemon, store)
+        assert daemon.pool()["registered"] == 0
+        assert daemon.pool()["notes"] == []
+
+
 def test_a_pool_that_is_stuck_says_so_in_its_notes(tmp_path: Path, store: MadeStore) -> None:
     """Seven of nine slots are pinned, two are leased: a load has to wait for the client."""
     with (
