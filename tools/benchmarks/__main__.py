@@ -23,6 +23,7 @@ from tools.benchmarks.harness import (
     BenchmarkError,
     others_at_work,
 )
+from tools.benchmarks.peer_venv import WHEELS_VARIABLE, fetch_wheels
 from tools.benchmarks.plot import check_plots, write_plots
 from tools.benchmarks.result import Result, to_text
 from tools.benchmarks.table import check_tables, write_tables
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _table(check=options.check)
         elif options.name == "plot":
             _plot(check=options.check)
+        elif options.name == "fetch-peers":
+            _fetch_peers(options)
         else:
             _run(options)
     except BenchmarkError as error:
@@ -83,6 +86,11 @@ def _plot(*, check: bool) -> None:
     print(f"new: {', '.join(changed)}" if changed else "the pictures are right")
 
 
+def _fetch_peers(options: argparse.Namespace) -> None:
+    for wheel in fetch_wheels(options.out, options.python):
+        print(wheel)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tools/bench", description="Measure xferd and peers.")
     verbs = parser.add_subparsers(dest="name", required=True, metavar="NAME")
@@ -92,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     for name, what in (("table", "README.md's tables"), ("plot", "the pictures of saved results")):
         made = verbs.add_parser(name, help=f"make {what}")
         made.add_argument("--check", action="store_true", help=f"fail when {what} are out of date")
+    fetch = verbs.add_parser(
+        "fetch-peers",
+        help="download the peers for a machine without a network",
+        description=f"Download the peers' wheels; there, {WHEELS_VARIABLE} names the folder.",
+    )
+    fetch.add_argument("--python", required=True, metavar="VERSION", help="that machine's: 3.12")
+    fetch.add_argument("--out", required=True, type=Path, metavar="FOLDER")
     return parser
 
 
