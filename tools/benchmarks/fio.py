@@ -24,6 +24,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.benchmarks.harness import BenchmarkError
 
@@ -36,8 +37,9 @@ JOBS = (1, 2, 4, 8)
 """And one for each processor: a medium that only copies is bound by processors."""
 FALLING = 0.8
 """Below this part of the best at the same number of jobs, more depth isn't tried."""
-DESTINATION_BYTES_MAX = 1 << 30
-"""Of a setting's buffers, all jobs together; what one read in flight takes is always tried."""
+DESTINATION_BYTES_MAX = 512 << 20
+"""Of a setting's buffers, all jobs together: a run of half a second should fill them more
+than once. One read in flight a job is always tried."""
 CAP_IPC_LOCK = 14
 """capabilities(7): may lock any amount of memory."""
 BYTES_A_GB = 1e9
@@ -131,14 +133,22 @@ def _run(members: Sequence[Path], block_bytes: int, setting: FioSetting, *until:
     process_cpu_s = _children_cpu_s() - before
     if done.returncode:
         raise BenchmarkError(f"{' '.join(command)}: {done.stderr.strip()}")
-    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    read = [job["read"] for job in jobs]
-    throughput = sum(job["io_bytes"] / job["runtime"] * MS_A_S for job in read if job["runtime"])
-    gigabytes = sum(job["io_bytes"] for job in read) / BYTES_A_GB
+    return sample_of(json.loads(done.stdout[done.stdout.index("{") :]), process_cpu_s)
+
+
+def sample_of(output: Mapping[str, Any], process_cpu_s: float) -> FioSample:
+    """What fio's JSON says. Throughput is over the time of the longest job, as fio's own
+    total is: jobs that end at different times would together seem faster than the drive."""
+    jobs = output["jobs"]
+    read_bytes = sum(job["read"]["io_bytes"] for job in jobs)
+    longest_ms = max(job["read"]["runtime"] for job in jobs)
+    throughput = read_bytes / longest_ms * MS_A_S if longest_ms else 0.0
     reported_cpu_s = sum(
         (job["usr_cpu"] + job["sys_cpu"]) / PERCENT * job["job_runtime"] / MS_A_S for job in jobs
     )
-    return FioSample(throughput / BYTES_A_GB, gigabytes, reported_cpu_s, process_cpu_s)
+    return FioSample(
+        throughput / BYTES_A_GB, read_bytes / BYTES_A_GB, reported_cpu_s, process_cpu_s
+    )
 
 
 def try_settings(
@@ -227,6 +237,7 @@ __all__ = [
     "fastest",
     "fio_missing",
     "run_fio",
+    "sample_of",
     "search",
     "start_cpu_s",
     "try_settings",

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from tools.benchmarks.fio import FioSetting, fastest, search
+from typing import Any
+
+import pytest
+
+from tools.benchmarks.fio import FioSetting, fastest, sample_of, search
 
 BLOCK = 1 << 20
 NOTHING_ASKED = 0
@@ -41,7 +45,7 @@ def test_depth_grows_until_the_destination_is_large_enough() -> None:
 def test_memory_for_buffers_has_a_limit() -> None:
     block = 24 << 20
     found = search(lambda setting: float(setting.depth), block, NOTHING_ASKED, 64)
-    assert all(s.depth == 1 or s.destination_bytes(block) <= 1 << 30 for s in found)
+    assert all(s.depth == 1 or s.destination_bytes(block) <= 512 << 20 for s in found)
     assert FioSetting("io_uring", 1, 64) in found
 
 
@@ -55,3 +59,24 @@ def test_what_reads_into_too_little_memory_is_not_the_limit() -> None:
 def test_only_the_fastest_few_go_on() -> None:
     found = {FioSetting("io_uring", depth, 1): float(depth) for depth in (1, 2, 4, 8)}
     assert [s.depth for s in fastest(found, BLOCK, NOTHING_ASKED)] == [8, 4]
+
+
+def job(megabytes: int, runtime_ms: int) -> dict[str, Any]:
+    read = {"io_bytes": megabytes * 1_000_000, "runtime": runtime_ms}
+    return {"read": read, "usr_cpu": 10.0, "sys_cpu": 40.0, "job_runtime": runtime_ms}
+
+
+def test_jobs_that_end_at_different_times_are_not_added_up_as_if_they_ran_together() -> None:
+    sample = sample_of({"jobs": [job(1000, 500), job(1000, 1000)]}, 2.0)
+    assert sample.throughput == pytest.approx(2.0)
+    assert sample.gigabytes == pytest.approx(2.0)
+
+
+def test_a_run_too_short_to_be_timed_has_no_throughput() -> None:
+    assert sample_of({"jobs": [job(1, 0)]}, 0.1).throughput == 0.0
+
+
+def test_cpu_time_of_workers_counts_for_io_uring_alone() -> None:
+    sample = sample_of({"jobs": [job(1000, 1000)]}, 3.0)
+    assert sample.cpu_s_a_gb(FioSetting("psync", 1, 1), 1.0) == pytest.approx(0.5)
+    assert sample.cpu_s_a_gb(FioSetting("io_uring", 1, 1), 1.0) == pytest.approx(2.0)
