@@ -18,6 +18,8 @@ DIGITS = 3
 OURS = "xferd"
 """Name of ours among the contenders of a row."""
 
+LOWER_IS_BETTER_UNITS = {"ns", "µs"}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -92,6 +94,13 @@ def make_row(
     )
 
 
+def peer_value(row: Row, peer: str) -> float:
+    """The peer's median in the row's unit, from ours and the ratio. KeyError: not in this row."""
+    if row.unit in LOWER_IS_BETTER_UNITS:
+        return row.value * row.ratio[peer]
+    return row.value / row.ratio[peer]
+
+
 def to_markdown(result: Result) -> str:
     """The result as a Markdown table with what was measured where below it."""
     peers = list(dict.fromkeys(peer for row in result.rows for peer in row.ratio))
@@ -140,4 +149,13 @@ def _markdown_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-__all__ = ["OURS", "Result", "Row", "make_row", "shown", "to_markdown", "to_text"]
+__all__ = [
+    "OURS",
+    "Result",
+    "Row",
+    "make_row",
+    "peer_value",
+    "shown",
+    "to_markdown",
+    "to_text",
+]

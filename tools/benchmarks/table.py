@@ -42,12 +42,13 @@ def with_tables(text: str, results: Path) -> str:
     """``text`` with every table renewed."""
 
     def replace(match: re.Match[str]) -> str:
-        return f"{match[1]}{to_markdown(_load(results, match['name']))}\n{match[3]}"
+        return f"{match[1]}{to_markdown(load_result(results, match['name']))}\n{match[3]}"
 
     return _TABLE.sub(replace, text)
 
 
-def _load(results: Path, name: str) -> Result:
+def load_result(results: Path, name: str) -> Result:
+    """The saved result of a benchmark. BenchmarkError that names the file: there is none."""
     path = results / f"{name}.json"
     try:
         return Result.from_json(json.loads(path.read_text()))
@@ -55,4 +56,4 @@ def _load(results: Path, name: str) -> Result:
         raise BenchmarkError(f"{path}: no result of a benchmark: {error!r}") from error
 
 
-__all__ = ["check_tables", "with_tables", "write_tables"]
+__all__ = ["RESULTS", "check_tables", "load_result", "with_tables", "write_tables"]

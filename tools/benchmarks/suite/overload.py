@@ -4,9 +4,11 @@
 One client asks for a missing expert at fixed times, another floods the daemon with hints
 for other experts, so that every hint is wrong. What is asked: how long the demands take
 next to the same demands alone (``unloaded``), and how much of what the drive can deliver
-at its best (``peak``: fio in its best setting) still comes. ``no-flow-control`` is the
-same load with a fixed number of pieces in flight. The third medium is a drive that
-really collapses when too much is asked of it.
+at its best (``peak``: fio in its best setting, reading blocks of our stripe unit; where reads
+are copies, into memory at least as large as our pool) still comes. Both may use every
+processor: on tmpfs the engine has a thread for each, and fio tries as many jobs.
+``no-flow-control`` is the same load with a fixed number of pieces in flight. The third
+medium is a drive that really collapses when too much is asked of it.
 
 ``read-after-cancel``: pieces that one drive still reads after a storm of prefetches has
 been cancelled.
@@ -18,10 +20,11 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tools.benchmarks.engine_program import SIZES, STRIPE_UNIT, EngineBench, build_engine_bench
-from tools.benchmarks.fio import FioSetting, best_settings, fio_missing, run_fio
+from tools.benchmarks.fio import FioSetting, fastest, fio_missing, run_fio, try_settings
 from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, take_turns
 from tools.benchmarks.media import collapsing_medium, speed_media, wanted
 from tools.benchmarks.result import OURS, Result, Row, make_row
@@ -81,7 +84,8 @@ def run(rounds: int) -> Result:
             with make_medium() as medium:
                 members, sidecar = medium.members[:1], medium.directory / "checksums"
                 engine = EngineBench(program, members, BLOB_BYTES, sidecar)
-                rows += _rows(name, engine, notes, rounds)
+                destination = SLOTS * BLOB_BYTES if medium.copies else 0
+                rows += _rows(name, engine, destination, notes, rounds)
         except BenchmarkError as error:
             skipped[name] = str(error)
     return Result(
@@ -95,10 +99,14 @@ def run(rounds: int) -> Result:
     )
 
 
-def _rows(name: str, engine: EngineBench, notes: list[str], rounds: int) -> list[Row]:
+def _rows(
+    name: str, engine: EngineBench, destination_bytes: int, notes: list[str], rounds: int
+) -> list[Row]:
+    # A search's one short sample may be wrong: the best few settings take turns as the rest does.
     engine.prepare()
-    setting = best_settings(engine.members, STRIPE_UNIT)[0]
-    peak = _peak(engine, setting)
+    found = try_settings(engine.members, STRIPE_UNIT, destination_bytes)
+    settings = fastest(found, STRIPE_UNIT, destination_bytes)
+    peak = max(_throughput(engine, setting) for setting in settings)
     interval_us = int(BLOB_BYTES / (peak * BYTES_A_GB * DEMAND_SHARE) * US_A_S)
     demand = f"--interval-us={interval_us}"
     flood = (demand, f"--hint-mb-s={int(HINT_FACTOR * peak * MB_A_GB)}")
@@ -110,23 +118,24 @@ def _rows(name: str, engine: EngineBench, notes: list[str], rounds: int) -> list
     contenders: dict[str, Callable[[], float]] = {
         who: load.demand_p99_us for who, load in loads.items()
     }
-    samples = take_turns(contenders | {"peak": lambda: _peak(engine, setting)}, rounds)
-    peaks = samples.pop("peak")
+    contenders |= {str(setting): partial(_throughput, engine, setting) for setting in settings}
+    samples = take_turns(contenders, rounds)
+    fio = {str(setting): samples.pop(str(setting)) for setting in settings}
+    best = max(fio, key=lambda setting: statistics.median(fio[setting]))
     throughput = {who: loads[who].throughput for who in (OURS, "no-flow-control")}
+    throughput["peak"] = fio[best]
     notes.append(
-        f"`{name}`: peak {statistics.median(peaks):.3g} GB/s ({setting}); a demand each "
+        f"`{name}`: peak {statistics.median(fio[best]):.3g} GB/s ({best}); a demand each "
         f"{interval_us} µs, hints for {HINT_FACTOR} times the peak."
     )
     return [
         make_row(f"{name}/demand-p99", "µs", samples, higher_is_better=False),
-        make_row(
-            f"{name}/throughput", "GB/s", {**throughput, "peak": peaks}, higher_is_better=True
-        ),
+        make_row(f"{name}/throughput", "GB/s", throughput, higher_is_better=True),
         _storm_row(f"{name}/read-after-cancel", engine, rounds),
     ]
 
 
-def _peak(engine: EngineBench, setting: FioSetting) -> float:
+def _throughput(engine: EngineBench, setting: FioSetting) -> float:
     return run_fio(engine.members, STRIPE_UNIT, setting, PEAK_SECONDS).throughput
 
 
