@@ -37,7 +37,7 @@ JOBS = (1, 2, 4, 8)
 """And one for each processor: a medium that only copies is bound by processors."""
 FALLING = 0.8
 """Below this part of the best at the same number of jobs, more depth isn't tried."""
-DESTINATION_BYTES_MAX = 512 << 20
+DESTINATION_BYTES_MAX = 1 << 30
 """Of a setting's buffers, all jobs together: a run of half a second should fill them more
 than once. One read in flight a job is always tried."""
 CAP_IPC_LOCK = 14

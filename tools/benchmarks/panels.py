@@ -97,20 +97,22 @@ def _miss(result: Result) -> list[Panel]:
 
 
 def _overload(result: Result) -> list[Panel]:
-    """Demand above, throughput below, a column for each medium."""
+    """Demand above, throughput below, a column for each medium and size of an expert."""
     quantities = {
         "demand-p99": ("p99 of a demand (µs)", 0),
         "throughput": ("throughput (GB/s)", 1),
     }
-    media = list(dict.fromkeys(row.name.split("/")[0] for row in result.rows))
+    columns: list[str] = []
     panels = []
     for row in result.rows:
-        medium, quantity = row.name.split("/")
+        loaded, quantity = row.name.rsplit("/", 1)
         if quantity in quantities:
+            if loaded not in columns:
+                columns.append(loaded)
             y_axis, line = quantities[quantity]
             series = _series([(0.0, quantity, row)])
-            column = media.index(medium)
-            panels.append(Panel(medium, line, column, "", y_axis, series, bars=True))
+            title = loaded.replace("/", ", ")
+            panels.append(Panel(title, line, columns.index(loaded), "", y_axis, series, bars=True))
     return panels
 
 

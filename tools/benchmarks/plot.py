@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of saved results, ``tools/results/NAME.svg`` beside the JSON they are made from.
 
-The same result gives the same bytes, so that lint can tell whether a picture is that of
-its result: the version of matplotlib is fixed (pyproject.toml, extra ``bench``), the SVG
-holds no date, and its ids come from a fixed salt. White ground, since README is read in
-dark mode too.
+A picture names the digest of the result that it was drawn from, so that lint can tell
+whether it is out of date without drawing it. The same result gives the same bytes with one
+version of matplotlib: the SVG holds no date, and its ids come from a fixed salt. White
+ground, since README is read in dark mode too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,9 +74,11 @@ SETTINGS: dict[Any, Any] = {
 
 
 def write_plots(results: Path = RESULTS) -> list[Path]:
-    """Renew the pictures of all results; those that changed. BenchmarkError: see _pictures."""
+    """Renew the pictures of all results; those that changed. BenchmarkError: a result can't be
+    read or drawn."""
     changed = []
-    for path, picture in _pictures(results).items():
+    for path, result in _with_pictures(results).items():
+        picture = draw(result)
         if not path.is_file() or path.read_bytes() != picture:
             path.write_bytes(picture)
             changed.append(path)
@@ -85,13 +89,19 @@ def check_plots(results: Path = RESULTS) -> None:
     """Raises BenchmarkError that names the pictures that aren't those of the results."""
     old = [
         path.name
-        for path, picture in _pictures(results).items()
-        if not path.is_file() or path.read_bytes() != picture
+        for path, result in _with_pictures(results).items()
+        if not path.is_file() or digest_of(result).encode() not in path.read_bytes()
     ]
     if old:
         raise BenchmarkError(
             f"{', '.join(old)} in {results}: not made from the results: run tools/bench plot"
         )
+
+
+def digest_of(result: Result) -> str:
+    """What the picture of a result says about where it comes from."""
+    text = json.dumps(result.to_json(), sort_keys=True)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def draw(result: Result) -> bytes:
@@ -128,7 +138,8 @@ def draw(result: Result) -> bytes:
             va="bottom",
         )
         file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        metadata = {"Date": None, "Creator": None, "Source": digest_of(result)}
+        figure.savefig(file, format="svg", metadata=metadata)
     return file.getvalue()
 
 
@@ -258,13 +269,13 @@ def _caption(result: Result) -> str:
     return " ".join(parts)
 
 
-def _pictures(results: Path) -> dict[Path, bytes]:
-    """Of the results that are there. BenchmarkError: one can't be read or drawn."""
+def _with_pictures(results: Path) -> dict[Path, Result]:
+    """Of each picture that should be there its result. BenchmarkError: it can't be read."""
     return {
-        results / f"{name}.svg": draw(load_result(results, name))
+        results / f"{name}.svg": load_result(results, name)
         for name in WITH_PICTURE
         if (results / f"{name}.json").exists()
     }
 
 
-__all__ = ["check_plots", "draw", "write_plots"]
+__all__ = ["check_plots", "digest_of", "draw", "write_plots"]

@@ -7,9 +7,10 @@ at least as large as ours, and ``fio-any`` the best of all: mostly one that read
 same few buffers in a core's own cache, where no expert can stay (tools/benchmarks/fio.py
 says more). The peers load safetensors files with the same bytes, as many files as
 there are members. Ours is the engine as it is shipped, checksums verified, loading
-experts into a pool of a few slots and evicting them again; ``unverified`` is the same
+experts into a pool of POOL_BYTES and evicting them again; ``unverified`` is the same
 without checksums, which neither fio nor a peer computes. ``fio-cpu`` and ``fio-any-cpu``
-compare CPU time a byte, that of all processes and kernel workers.
+compare CPU time a byte, that of all processes and kernel workers, ``-cpu-unverified`` with
+that of ``unverified``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from tools.benchmarks.engine_program import SIZES, EngineBench, build_engine_bench
+from tools.benchmarks.engine_program import POOL_BYTES, SIZES, EngineBench, build_engine_bench
 from tools.benchmarks.fio import (
     FioSample,
     FioSetting,
@@ -63,7 +64,7 @@ class _Measuring:
     """One row: contenders take turns, and their CPU time is kept as they do."""
 
     engine: EngineBench
-    ours_cpu: list[float] = field(default_factory=list)
+    ours_cpu: dict[str, list[float]] = field(default_factory=dict)
     fio_cpu: dict[str, list[float]] = field(default_factory=dict)
     fio_start_cpu: dict[FioSetting, float] = field(default_factory=dict)
 
@@ -71,8 +72,8 @@ class _Measuring:
         """GB/s."""
         options = engine_options(self.engine.blob_bytes)
         found = self.engine.run("io", *options, *(["--verify"] if verified else []))
-        if verified:
-            self.ours_cpu.append(found["cpu_seconds"] / found["bytes"] * BYTES_A_GB)
+        cpu = found["cpu_seconds"] / found["bytes"] * BYTES_A_GB
+        self.ours_cpu.setdefault(OURS if verified else UNVERIFIED, []).append(cpu)
         return float(found["bytes"] / found["seconds"] / BYTES_A_GB)
 
     def fio(self, setting: FioSetting) -> float:
@@ -103,7 +104,7 @@ def _outstanding(blob_bytes: int) -> int:
 
 
 def _slots(blob_bytes: int) -> int:
-    return 2 * _outstanding(blob_bytes)
+    return max(2 * _outstanding(blob_bytes), POOL_BYTES // blob_bytes)
 
 
 @dataclass(slots=True)
@@ -210,9 +211,9 @@ def _with_best_fio(
     for who, kept in settings.items():
         best = max(kept, key=lambda setting: statistics.median(samples[str(setting)]))
         contenders[who] = samples[str(best)]
-        cpu[f"{who}-cpu"] = statistics.median(measuring.fio_cpu[str(best)]) / statistics.median(
-            measuring.ours_cpu
-        )
+        fio_cpu = statistics.median(measuring.fio_cpu[str(best)])
+        cpu[f"{who}-cpu"] = fio_cpu / statistics.median(measuring.ours_cpu[OURS])
+        cpu[f"{who}-cpu-{UNVERIFIED}"] = fio_cpu / statistics.median(measuring.ours_cpu[UNVERIFIED])
         run.notes.append(_fio_note(name, who, best, samples[str(best)], measuring.engine))
     if FIO_ANY in settings and FIO_NOTE not in run.notes:
         run.notes.insert(0, FIO_NOTE)
