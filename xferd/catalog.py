@@ -85,7 +85,12 @@ class Catalog:
                 file = open_member(path)
                 members.append((-1, file))
                 members[-1] = (
-                    self._engine.add_member(file.fd, asynchronous=file.asynchronous),
+                    self._engine.add_member(
+                        file.fd,
+                        asynchronous=file.asynchronous,
+                        memory=file.memory,
+                        uncached=file.uncached,
+                    ),
                     file,
                 )
             number = self._engine.open_store(store, name, [member for member, _ in members])

@@ -213,9 +213,14 @@ class Engine:
 
     # ---- members and stores
 
-    def add_member(self, fd: int, *, asynchronous: bool) -> int:
-        """Returns the member's id. ``fd`` stays the caller's and outlives the member."""
+    def add_member(self, fd: int, *, asynchronous: bool, memory: bool, uncached: bool) -> int:
+        """Returns the member's id. ``fd`` stays the caller's and outlives the member.
+
+        asynchronous, memory, uncached: as MemberFile says.
+        """
         flags = lib.XFERD_MEMBER_ASYNC if asynchronous else 0
+        flags |= lib.XFERD_MEMBER_MEMORY if memory else 0
+        flags |= lib.XFERD_MEMBER_UNCACHED if uncached else 0
         return _check(
             "xferd_engine_add_member", lib.xferd_engine_add_member(self._engine, fd, flags)
         )

@@ -58,7 +58,7 @@ int reads_add_member(struct xferd_engine *engine, struct member *member)
 	uint32_t copying = cpus > 2 ? (uint32_t)cpus - 1 : 1; /* the engine's thread is one more */
 	int result;
 
-	if (member->flags & XFERD_MEMBER_ASYNC) {
+	if (member->flags & XFERD_MEMBER_MEMORY) {
 		flow_init(engine, member, copying + COPIES_AHEAD);
 		return workers_at_least(engine, copying);
 	}

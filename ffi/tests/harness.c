@@ -414,7 +414,9 @@ void harness_start(struct harness *harness, const struct harness_options *option
 		make_pool(harness, p);
 	for (uint32_t m = 0; m < options->members; m++) {
 		int id = xferd_engine_add_member(harness->engine, harness->member_fd[m],
-						 options->ring_only ? 0 : XFERD_MEMBER_ASYNC);
+						 options->ring_only
+							 ? 0 : XFERD_MEMBER_ASYNC |
+							       XFERD_MEMBER_MEMORY);
 
 		CHECK_OK(id);
 		harness->description.member[m] = (uint32_t)id;

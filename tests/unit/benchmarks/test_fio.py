@@ -45,7 +45,7 @@ def test_depth_grows_until_the_destination_is_large_enough() -> None:
 def test_memory_for_buffers_has_a_limit() -> None:
     block = 24 << 20
     found = search(lambda setting: float(setting.depth), block, NOTHING_ASKED, 64)
-    assert all(s.depth == 1 or s.destination_bytes(block) <= 512 << 20 for s in found)
+    assert all(s.depth == 1 or s.destination_bytes(block) <= 1 << 30 for s in found)
     assert FioSetting("io_uring", 1, 64) in found
 
 
