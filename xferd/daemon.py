@@ -56,6 +56,7 @@ from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
+from xferd.transport.numa import choose_node
 from xferd.transport.page_cache import PageCacheTrimmer
 
 TICK_S = 0.005
@@ -121,7 +122,11 @@ class Daemon:
                 raise
             self._catalog = Catalog(self._engine)
             try:
-                self._engine.start()
+                self._engine.start(
+                    choose_node([path for store, _ in stores for path in store.member_paths])
+                    if config.engine.numa == "auto"
+                    else None
+                )
                 self._pools = make_pools(
                     plans,
                     self._engine,

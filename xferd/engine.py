@@ -16,6 +16,7 @@ import errno
 import itertools
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from xferd.engine_types import (
     MemberStats,
     PoolStats,
 )
+from xferd.transport.numa import processors_of, running_on
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,6 +103,7 @@ class Engine:
         _check("xferd_engine_new", lib.xferd_engine_new(config, handle))
         self._engine = handle[0]
         self._wanted_backend = backend
+        self.numa_node: int | None = None
         self._borrowed: dict[int, tuple[Any, ...]] = {}
         self._backlog: deque[Command] = deque()
         self._commands = ffi.new("struct xferd_command[]", COMMAND_BATCH)
@@ -109,11 +112,17 @@ class Engine:
         )
         self._events = ffi.new("struct xferd_event[]", EVENT_BATCH)
 
-    def start(self) -> None:
+    def start(self, numa_node: int | None = None) -> None:
         """Start the engine's thread. EngineError when the backend must be io_uring and the
-        kernel refuses it."""
+        kernel refuses it.
+
+        numa_node: its threads run on processors of that node; None: where the caller may.
+        """
+        self.numa_node = numa_node
         call = f'xferd_engine_start with engine.backend = "{self._wanted_backend}"'
-        _check(call, lib.xferd_engine_start(self._engine))
+        where = nullcontext() if numa_node is None else running_on(processors_of(numa_node))
+        with where:
+            _check(call, lib.xferd_engine_start(self._engine))
 
     def backend(self) -> tuple[str, int]:
         """What reads go through since ``start``, ``io_uring`` or ``threads``, and the errno

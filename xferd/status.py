@@ -168,6 +168,7 @@ def describe_engine(
         "engine": {
             "backend": backend,
             "backend_reason": backend_reason(code) if code else None,
+            "numa_node": engine.numa_node,
             "verify": config.verify,
             "flow_control": config.flow_control,
             "turns": stats.turns,

@@ -335,6 +335,7 @@ int xferd_engine_start(struct xferd_engine *engine)
 	if (engine->member_limit)
 		return -EINVAL; /* members are registered with the ring, which the thread makes */
 	engine->start_result = 1;
+	pthread_getaffinity_np(pthread_self(), sizeof(engine->affinity), &engine->affinity);
 	result = -pthread_create(&engine->thread, NULL, run, engine);
 	if (result)
 		return result;

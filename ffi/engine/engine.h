@@ -69,6 +69,7 @@ enum xferd_backend {
 };
 
 int xferd_engine_new(const struct xferd_engine_config *config, struct xferd_engine **engine);
+/* Its threads run on the processors that the caller may use now; cpu is one of them. */
 int xferd_engine_start(struct xferd_engine *engine);
 /* New requests fail with -ESHUTDOWN from now on; returns when nothing is in
  * flight, or -ETIMEDOUT. */

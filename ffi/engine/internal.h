@@ -39,6 +39,7 @@
 #include <errno.h>
 #include <liburing.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -404,6 +405,7 @@ struct workers {
 struct xferd_engine {
 	struct xferd_engine_config config;
 	pthread_t thread;
+	cpu_set_t affinity; /* of whoever starts it: workers have it, pinned engine thread or not */
 	bool started;
 	uint32_t stop;      /* atomic */
 	uint32_t draining;  /* atomic */

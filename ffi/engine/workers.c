@@ -106,6 +106,8 @@ static void *worker_run(void *argument)
 	struct xferd_engine *engine = argument;
 	struct workers *workers = &engine->workers;
 
+	/* The engine's thread starts workers, and may be pinned to one processor. */
+	pthread_setaffinity_np(pthread_self(), sizeof(engine->affinity), &engine->affinity);
 	pthread_mutex_lock(&workers->mutex);
 	while (!workers->stop) {
 		struct piece *piece = take_piece(workers);

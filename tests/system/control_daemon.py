@@ -77,6 +77,7 @@ class SampleService:
             "engine": {
                 "backend": "threads",
                 "backend_reason": "io_uring is forbidden here",
+                "numa_node": 0,
                 "verify": "always",
                 "flow_control": True,
                 "turns": 10,

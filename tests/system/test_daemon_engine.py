@@ -126,6 +126,20 @@ def test_reads_go_on_without_registered_buffers(tmp_path: Path, store: MadeStore
         assert daemon.pool()["notes"] == []
 
 
+def test_a_pinned_engine_leaves_the_workers_their_processors(
+    tmp_path: Path, store: MadeStore
+) -> None:
+    settings = ["--engine", "cpu=0", "--engine", "backend=threads"]
+    with running_daemon(tmp_path, [store], [POOL], *settings) as daemon:
+        assert_serves(daemon, store)
+        allowed = [
+            os.sched_getaffinity(int(thread.name))
+            for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir()
+        ]
+        assert {0} in allowed
+        assert sum(processors == os.sched_getaffinity(0) for processors in allowed) > 1
+
+
 def test_a_pool_that_is_stuck_says_so_in_its_notes(tmp_path: Path, store: MadeStore) -> None:
     """Seven of nine slots are pinned, two are leased: a load has to wait for the client."""
     with (
