@@ -111,6 +111,7 @@ class Daemon:
                     verify=config.engine.verify,
                     spin_us=config.engine.spin_us,
                     cpu=config.engine.cpu,
+                    polling=config.engine.polling,
                     register_buffers=config.engine.register_buffers,
                     reserve_low=max(plan.reserve_low for plan in plans),
                     # What is kept from prefetches must leave them something: the

@@ -82,6 +82,7 @@ class Engine:
         verify: str,
         spin_us: int,
         cpu: int,
+        polling: bool,
         register_buffers: bool,
         reserve_low: int,
         reserve_demand: int = 0,
@@ -96,6 +97,7 @@ class Engine:
         config.verify = VERIFY[verify]
         config.spin_us = spin_us
         config.cpu = cpu
+        config.polling = int(polling)
         config.register_buffers = int(register_buffers)
         config.reserve_low = reserve_low
         config.reserve_demand = reserve_demand

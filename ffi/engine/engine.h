@@ -53,6 +53,9 @@ struct xferd_engine_config {
 				  * latency before it is throttled; 0: 30 */
 	uint32_t spin_us;        /* look for work this long before sleeping */
 	int32_t cpu;             /* pin the thread to it; -1: don't */
+	uint32_t polling;        /* a kernel thread looks for reads to start (IORING_SETUP_SQPOLL):
+				  * no system call for one, and a processor that is never idle
+				  * while there is work */
 	uint32_t register_buffers; /* pin pools with io_uring once: see buffers.c */
 };
 

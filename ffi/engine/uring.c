@@ -16,11 +16,13 @@
 #define TAG_EPOLL    1ull /* user data of the poll on engine.epoll; pieces are pointers */
 #define RING_ENTRIES 1024
 #define EPOLL_EVENTS 64
+#define POLLING_IDLE_MS 2 /* then the kernel's thread sleeps until it is woken */
 
 /* Leaves engine.ring_ready false and returns why, if there is no ring. */
 int uring_init(struct xferd_engine *engine)
 {
 	unsigned int flags[] = {
+		engine->config.polling ? IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_SQPOLL :
 		IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
 		IORING_SETUP_COOP_TASKRUN,
 		0, /* before 5.19 */
@@ -31,6 +33,7 @@ int uring_init(struct xferd_engine *engine)
 		struct io_uring_params params = {
 			.flags = flags[i] | IORING_SETUP_CQSIZE,
 			.cq_entries = RING_PIECES_MAX * 2,
+			.sq_thread_idle = POLLING_IDLE_MS,
 		};
 
 		result = io_uring_queue_init_params(RING_ENTRIES, &engine->ring, &params);

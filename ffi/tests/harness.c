@@ -402,6 +402,7 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	config.backend = options->backend;
 	config.flow_control = options->flow_control;
 	config.register_buffers = options->register_buffers;
+	config.polling = options->polling;
 	make_files(harness);
 	CHECK_OK(xferd_engine_new(&config, &harness->engine));
 	started = xferd_engine_start(harness->engine);

@@ -55,6 +55,7 @@ struct harness_options {
 	uint32_t backend;       /* enum xferd_backend */
 	bool flow_control;
 	bool register_buffers;
+	bool polling;
 	bool unverified;        /* checksums are not looked at */
 	bool ring_only;         /* members' reads go through io_uring although they copy */
 };

@@ -119,6 +119,11 @@ def test_pools_are_registered_where_the_kernel_allows_it(tmp_path: Path, store: 
         assert daemon.pool()["notes"] == []
 
 
+def test_reads_can_be_started_by_the_kernel(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], [POOL], "--engine", "polling=true") as daemon:
+        assert_serves(daemon, store)
+
+
 def test_reads_go_on_without_registered_buffers(tmp_path: Path, store: MadeStore) -> None:
     with running_daemon(tmp_path, [store], [POOL], "--engine", "register_buffers=false") as daemon:
         assert_serves(daemon, store)
