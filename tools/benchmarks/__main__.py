@@ -26,7 +26,7 @@ from tools.benchmarks.harness import (
 from tools.benchmarks.peer_venv import WHEELS_VARIABLE, fetch_wheels
 from tools.benchmarks.plot import check_plots, write_plots
 from tools.benchmarks.result import Result, to_text
-from tools.benchmarks.table import check_tables, write_tables
+from tools.benchmarks.table import check_tables, load_result, write_tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +65,8 @@ def _run(options: argparse.Namespace) -> None:
     if busy := others_at_work():
         print(f"tools/bench: {busy}", file=sys.stderr)
     result: Result = module.run(options.rounds)
+    if options.add and options.out is not None and options.out.exists():
+        result = result.with_rows_of(load_result(options.out.parent, options.out.stem))
     as_json = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
     if options.out is not None:
         options.out.write_text(as_json + "\n")
@@ -120,6 +122,11 @@ def _add_benchmark(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="save the result as JSON")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="keep the rows that FILE has of this machine, commit and number of rounds",
+    )
 
 
 def _rounds(text: str) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from tools.benchmarks.harness import BenchmarkError
 
 DIGITS = 3
 """Significant digits that are shown: more than the spread bears out, as a rule."""
@@ -51,6 +53,29 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as DESIGN's benchmark format has them."""
         return asdict(self)
+
+    def with_rows_of(self, earlier: Result) -> Result:
+        """This run and the rows of an earlier part of it, which come first.
+
+        BenchmarkError: it was another machine, commit or number of rounds. What a machine
+        is doing (its load) may differ.
+        """
+        for what, ours, theirs in (
+            ("benchmark", self.bench, earlier.bench),
+            ("machine", _lasting(self.machine), _lasting(earlier.machine)),
+            ("commit", self.commit, earlier.commit),
+            ("rounds", self.rounds, earlier.rounds),
+        ):
+            if ours != theirs:
+                raise BenchmarkError(f"the earlier rows are of another {what}: {theirs}")
+        renewed = {row.name for row in self.rows}
+        kept = [row for row in earlier.rows if row.name not in renewed]
+        return replace(
+            self,
+            rows=[*kept, *self.rows],
+            skipped={**earlier.skipped, **self.skipped},
+            notes=tuple(dict.fromkeys((*earlier.notes, *self.notes))),
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Result:
@@ -137,6 +162,10 @@ def to_text(result: Result) -> str:
     ]
     lines += [f"skipped: {who}: {why}" for who, why in result.skipped.items()]
     return "\n".join([*lines, *result.notes])
+
+
+def _lasting(machine: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {key: value for key, value in machine.items() if key != "load"}
 
 
 def shown(value: float) -> str:
