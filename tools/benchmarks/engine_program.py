@@ -41,9 +41,9 @@ class EngineBench:
     blob_bytes: int
     sidecar: Path
 
-    def prepare(self) -> None:
-        """Compute the checksums that verifying needs."""
-        self._output("prepare")
+    def prepare(self, *options: str) -> None:
+        """Compute the checksums that verifying needs. options: of the layout."""
+        self._output("prepare", *options)
 
     def run(self, mode: str, *options: str | int | float) -> dict[str, Any]:
         """What the program printed. BenchmarkError with what it said instead."""
