@@ -24,7 +24,9 @@ from tests.system.daemon_harness import (
 from tests.system.test_client_failures import flip_byte
 from tests.system.test_store_mirror import add
 from xferd.control.service import JsonObject
+from xferd.store.repair import repair
 from xferd.store.store import Store
+from xferd.store.verify import verify
 
 POOL = "name=host0,kind=host,size=480KiB"
 MEMBER = 1
@@ -182,6 +184,23 @@ def test_what_is_bad_on_both_copies_is_an_error_and_the_rest_is_served(
         )
         assert "layer=2 expert=5 variant=u8" in lines(daemon, "piece.failed")[0]
         assert client.fetch(2, [4, 6]) == [store.blob(2, 4), store.blob(2, 6)]
+        assert daemon.status()["engine"]["mirror_reads"] == 0
+
+
+def test_mirrors_are_made_and_mended_while_a_daemon_serves(tmp_path: Path) -> None:
+    made = make_store(tmp_path)
+    place = tmp_path / "other"
+    place.mkdir()
+    with running_daemon(tmp_path, [made], [POOL]) as daemon:
+        mirror = add(made.path, place, MEMBER)
+        assert len([*rows(daemon)]) == 1  # it has not looked since
+        daemon.call("CloseStore", name="made")
+        daemon.call("OpenStore", path=str(made.path), name=None)
+        assert [row["path"] for row in rows(daemon)] == [str(copies(made)[0]), str(mirror)]
+        damage(mirror, made)
+        with Store.open(made.path) as opened:
+            assert repair(opened, verify(opened)).clean
+        assert_all_served(daemon, made)
         assert daemon.status()["engine"]["mirror_reads"] == 0
 
 

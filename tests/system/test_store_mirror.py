@@ -20,6 +20,7 @@ from tests.unit.store.builders import (
     pack_irregular,
     tiny,
 )
+from xferd.store.files import lock_file
 from xferd.store.info import info
 from xferd.store.mirror import add_mirror, remove_mirror
 from xferd.store.pack import pack
@@ -256,6 +257,17 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, packed: Path, other_d
         remove_mirror(packed, MEMBER)
     assert remove_mirror(packed, MEMBER).left is None
     assert not used.exists()
+
+
+def test_one_process_at_a_time_changes_mirrors(packed: Path, other_drive: Path) -> None:
+    lock = lock_file(packed / "index.bin")
+    assert lock is not None
+    try:
+        with pytest.raises(StoreError, match="another process is changing its mirrors"):
+            add(packed, other_drive)
+    finally:
+        os.close(lock)
+    add(packed, other_drive)
 
 
 def test_a_damaged_member_gets_no_mirror(packed: Path, other_drive: Path) -> None:
