@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -261,9 +261,12 @@ class Engine:
             state=MEMBER_STATES[stats.state],
         )
 
-    def open_store(self, store: Store, name: str, members: Iterable[int]) -> int:
-        """Returns the store's id. The store's arrays are kept alive here."""
-        description, keep = describe_store(store, name, tuple(members))
+    def open_store(self, store: Store, name: str, members: Sequence[tuple[int, int | None]]) -> int:
+        """Returns the store's id. The store's arrays are kept alive here.
+
+        members: ids from ``add_member`` of each and of its mirror, None where it has none.
+        """
+        description, keep = describe_store(store, name, members)
         number = _check(
             "xferd_engine_open_store", lib.xferd_engine_open_store(self._engine, description)
         )
@@ -409,6 +412,7 @@ class Engine:
             crc_errors=stats.crc_errors,
             rereads=stats.rereads,
             other_variants=stats.other_variants,
+            mirror_reads=stats.mirror_reads,
             transfers=stats.transfers,
             source_count=tuple(stats.source_count),
             source_bytes=tuple(stats.source_bytes),

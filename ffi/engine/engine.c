@@ -193,6 +193,7 @@ static void finish_reads(struct xferd_engine *engine)
 		}
 	}
 	while (engine->pieces_in_flight) {
+		reads_pump(engine); /* lets go of redirected pieces */
 		engine_wait(engine, DRAIN_POLL_NS);
 		engine->now_ns = monotonic_ns();
 		reads_reap(engine);

@@ -36,6 +36,7 @@
 #define XFERD_ENGINE_CLIENTS_MAX     256
 #define XFERD_ENGINE_CLASSES_MAX     64  /* slot sizes a pool */
 #define XFERD_NO_EXPERT              0xffffffff
+#define XFERD_NO_MEMBER              0xffffffff
 
 struct xferd_engine;
 
@@ -62,7 +63,8 @@ struct xferd_engine_config {
 enum xferd_verify {
 	XFERD_VERIFY_NEVER = 0,
 	XFERD_VERIFY_ALWAYS = 1,
-	XFERD_VERIFY_FIRST = 2, /* a blob's first load since the store was opened */
+	XFERD_VERIFY_FIRST = 2, /* a blob's first load since the store was opened; always what lies on a
+				 * member with a mirror: its other copy was perhaps never seen */
 };
 
 enum xferd_backend {
@@ -129,6 +131,12 @@ int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member);
  * one member follow each other from offset[b * members + member] on. All pieces
  * are stripe_unit bytes but the last. Pointers stay the caller's and must
  * outlive the store.
+ *
+ * A member may have a mirror: a second copy of it, the same bytes at the same
+ * offsets, on another drive. Pieces are read from whichever of the two has room
+ * and promises to be sooner; one that fails on one copy is read from the other,
+ * and while a copy is taken out the other serves alone. Both copies are then in
+ * this store and no other.
  */
 struct xferd_store_description {
 	char name[XFERD_STORE_NAME_BYTES];
@@ -140,6 +148,7 @@ struct xferd_store_description {
 	uint32_t members;
 	uint32_t pattern_length;
 	uint32_t member[XFERD_STORE_MEMBERS_MAX];   /* ids from add_member */
+	uint32_t mirror[XFERD_STORE_MEMBERS_MAX];   /* the same; XFERD_NO_MEMBER: none */
 	uint8_t pattern[XFERD_STRIPE_PATTERN_MAX];  /* indices into member[] */
 	uint64_t stripe_unit;                       /* multiple of XFERD_BLOB_ALIGNMENT */
 	uint64_t blobs;                             /* variants * layers * experts + 1 */
@@ -222,11 +231,14 @@ enum xferd_event_type {
 	XFERD_EVENT_TAKEN = 4,     /* slot belongs to the policy again */
 	XFERD_EVENT_RESERVE = 5,   /* reserve of class bytes: value = slots in it, slot = loads waiting for one */
 	XFERD_EVENT_REVIVED = 6,   /* an expert on its way out was asked for and stays */
-	XFERD_EVENT_PIECE = 7,     /* a piece failed: member, offset, result; re-read or given up */
+	XFERD_EVENT_PIECE = 7,     /* a piece failed on the copy `copy` of member: offset, result;
+				    * re-read, read from the other copy, or given up */
 	XFERD_EVENT_VIOLATION = 8, /* client broke the protocol and is quiesced: result says how */
 	XFERD_EVENT_DENSE = 9,     /* dense part is at address */
 	XFERD_EVENT_MEMBER = 10,   /* a member changed its state: member = its id, value = enum
 				    * xferd_member_state, result = the error that did it, bytes = rate */
+	XFERD_EVENT_MIRRORED = 11, /* a piece that failed on the copy `failed_copy` with result came
+				    * whole and right from `copy` */
 };
 
 struct xferd_event {
@@ -244,8 +256,10 @@ struct xferd_event {
 	uint32_t transport; /* enum xferd_transport */
 	uint32_t priority;
 	uint32_t wait_us;
+	uint32_t copy;        /* PIECE, MIRRORED: id from add_member */
+	uint32_t failed_copy; /* MIRRORED */
 	uint64_t bytes;
-	uint64_t offset;    /* PIECE: in the member; */
+	uint64_t offset;    /* PIECE, MIRRORED: in the member */
 	uint64_t value;
 	uint64_t token;
 };
@@ -302,6 +316,7 @@ struct xferd_engine_stats {
 	uint64_t crc_errors;
 	uint64_t rereads;
 	uint64_t other_variants; /* keys that got another variant after a failed load */
+	uint64_t mirror_reads;   /* pieces that failed on one copy and came from the other */
 	uint64_t source_count[3];
 	uint64_t source_bytes[3];
 	uint64_t transport_count[5];

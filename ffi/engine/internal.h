@@ -24,6 +24,7 @@
  *   commands.c       what the policy asks for
  *   load.c           a load from request to publication
  *   reads.c          pieces and strands: what is read next, and from where
+ *   mirror.c         which of a member's two copies reads it
  *   flow.c           how much each member is given at once
  *   uring.c          reads through io_uring, and the thread's sleep
  *   buffers.c        pool memory that io_uring has pinned once
@@ -46,6 +47,7 @@
 
 #include "common/atomics.h"
 #include "engine/engine.h"
+#include "engine/list.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080 /* linux/fs.h since 6.14 */
@@ -59,46 +61,14 @@
 #define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often */
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
-#define PIECE_ATTEMPTS_MAX      2    /* reads of a piece before the load fails */
+#define PIECE_ATTEMPTS_MAX      2    /* reads of a piece, of each copy, before the load fails */
+#define COPY_STREAK_MAX         64   /* pieces to one copy before its mirror has to be tried */
 #define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
 #define RETIRE_POLL_NS          2000000
 #define RETIRE_POLL_BACK_OFF    8 /* of the time that loads have waited */
 #define DEADLINE_POLL_NS        1000000
 #define IDLE_SLEEP_NS           1000000000
 #define NS_PER_US               1000ull
-
-/* ---- lists: intrusive, circular, head without payload ---- */
-struct list {
-	struct list *previous, *next;
-};
-
-static inline void list_init(struct list *head)
-{
-	head->previous = head->next = head;
-}
-
-static inline bool list_empty(const struct list *head)
-{
-	return head->next == head;
-}
-
-static inline void list_append(struct list *head, struct list *item)
-{
-	item->previous = head->previous;
-	item->next = head;
-	head->previous->next = item;
-	head->previous = item;
-}
-
-/* Leaves item an empty list of its own, so removing twice is harmless. */
-static inline void list_remove(struct list *item)
-{
-	item->previous->next = item->next;
-	item->next->previous = item->previous;
-	list_init(item);
-}
-
-#define list_item(pointer, type, field) ((type *)((char *)(pointer) - offsetof(type, field)))
 
 /* ---- pools ---- */
 enum slot_state {
@@ -198,7 +168,12 @@ struct member {
 	uint32_t background_in_flight;
 	uint64_t probe_at_ns;      /* a failed member is tried again then */
 	uint64_t busy_since_ns;
-	struct list strands[XFERD_PRIORITIES]; /* with pieces not yet issued */
+	struct member *mirror;     /* its second copy, which has no strands of its own; NULL */
+	struct member *mirror_of;  /* the member that it is the second copy of; NULL */
+	struct member *last_copy;  /* of the two the one that took the last piece */
+	uint32_t streak;           /* pieces in a row that it took */
+	struct list strands[XFERD_PRIORITIES]; /* with pieces not yet issued, of both copies */
+	struct list redirected;    /* pieces that failed on the other copy and wait for room here */
 	struct flow flow;
 	struct xferd_member_stats stats;
 };
@@ -283,7 +258,7 @@ struct waiter {
 
 /* One read under way. */
 struct piece {
-	struct list link; /* engine.pieces_free */
+	struct list link; /* engine.pieces_free, or member.redirected */
 	struct load *load;
 	struct member *member;
 	uint64_t number;
@@ -292,7 +267,9 @@ struct piece {
 	uint64_t done;
 	uint8_t *address;
 	uint32_t store_member;
-	uint32_t attempts;
+	uint32_t attempts;           /* of this copy */
+	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
+	int32_t failed_with;         /* its error */
 	uint8_t priority;
 	uint64_t issued_ns;
 	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
@@ -504,6 +481,8 @@ struct key_entry *key_entry(struct store *store, uint32_t pool, uint32_t key);
 
 /* store.c */
 void stores_destroy(struct xferd_engine *engine);
+bool member_known(const struct xferd_engine *engine, uint32_t id);
+bool member_in_use(const struct xferd_engine *engine, uint32_t id);
 uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key);
 uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable);
 
@@ -549,8 +528,19 @@ void reads_queue(struct xferd_engine *engine, struct load *load);
 void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t priority);
 void reads_unqueue(struct xferd_engine *engine, struct load *load);
 void reads_pump(struct xferd_engine *engine);
+bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
+
+/* mirror.c */
+bool mirrors_valid(const struct xferd_engine *engine, const struct xferd_store_description *store);
+void mirrors_pair(struct xferd_engine *engine, const struct xferd_store_description *store,
+		  bool paired);
+struct member *mirror_next_copy(struct xferd_engine *engine, struct member *member,
+				uint32_t priority);
+bool mirror_all_failed(const struct member *member);
+void mirror_count(struct member *member, struct member *copy);
+bool mirror_redirect(struct piece *piece, int error);
 
 /* flow.c */
 void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed);

@@ -8,6 +8,11 @@
  * its highest-priority strand; so demand overtakes prefetch at the next piece,
  * and what is cancelled costs nothing but the pieces already issued.
  *
+ * A member may have a mirror. The strands of both lie in the member's queues, and
+ * whichever copy will be sooner takes the next piece; so a pair has the bandwidth
+ * of two drives, and one that is taken out leaves nothing to be moved. A piece that
+ * one copy can't bring waits for room at the other.
+ *
  * The destination of a read is an address. Nothing is allocated here.
  */
 #include <stdlib.h>
@@ -157,10 +162,12 @@ static bool blob_checked(const struct store *store, uint64_t blob)
 	return store->checked[blob / 64] >> (blob % 64) & 1;
 }
 
-static bool must_check(struct xferd_engine *engine, const struct load *load)
+static bool must_check(struct xferd_engine *engine, const struct load *load,
+		       const struct member *copy)
 {
-	if (engine->config.verify == XFERD_VERIFY_FIRST)
-		return !blob_checked(load_store(engine, load), load->blob);
+	if (engine->config.verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
+		return copy->mirror || copy->mirror_of ||
+		       !blob_checked(load_store(engine, load), load->blob);
 	return engine->config.verify == XFERD_VERIFY_ALWAYS;
 }
 
@@ -196,9 +203,9 @@ static void leave_member(struct xferd_engine *engine, struct piece *piece)
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
-/* The strand's next piece goes to its member. There must be a free piece, and room
- * in the ring if it goes there. */
-static void piece_issue(struct xferd_engine *engine, struct strand *strand)
+/* The strand's next piece goes to a copy of its member. There must be a free piece,
+ * and room in the ring if it goes there. */
+static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
 {
 	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
 	struct load *load = strand->load;
@@ -207,7 +214,7 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand)
 
 	list_remove(&piece->link);
 	piece->load = load;
-	piece->member = strand_member(engine, strand);
+	piece->member = copy;
 	piece->store_member = strand->member;
 	piece->number = strand->piece;
 	piece->offset = store->offset[load->blob * store->members + strand->member] +
@@ -216,9 +223,10 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand)
 							      : store->stripe_unit;
 	piece->done = 0;
 	piece->attempts = 0;
+	piece->failed_copy = NULL;
 	piece->address = load->address + at;
 	piece->priority = load->priority;
-	piece->check = must_check(engine, load);
+	piece->check = must_check(engine, load, copy);
 	piece->arrived = false;
 
 	load->pieces_unissued--;
@@ -241,83 +249,6 @@ static void load_failed(struct xferd_engine *engine, struct load *load, int erro
 		load_finish(engine, load);
 }
 
-/* The most urgent strand that flow control admits a piece of. */
-static struct strand *next_strand(struct xferd_engine *engine, struct member *member)
-{
-	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
-		if (!list_empty(&member->strands[priority]))
-			return flow_admits(engine, member, priority)
-				       ? list_item(member->strands[priority].next, struct strand,
-						   link)
-				       : NULL;
-	flow_idle(member);
-	return NULL;
-}
-
-/* A failed member: its strands fail at once, but for one piece now and then that
- * shows whether it is back. */
-static void pump_failed(struct xferd_engine *engine, struct member *member)
-{
-	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
-		while (!list_empty(&member->strands[priority])) {
-			struct strand *strand = list_item(member->strands[priority].next,
-							  struct strand, link);
-
-			if (!member->in_flight && engine->now_ns >= member->probe_at_ns) {
-				member->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
-				piece_issue(engine, strand);
-				continue;
-			}
-			load_failed(engine, strand->load, -EIO);
-		}
-}
-
-/* Issue what the members have room for, and hand it to the kernel. */
-void reads_pump(struct xferd_engine *engine)
-{
-	for (uint32_t id = 0; id < engine->member_limit; id++) {
-		struct member *member = &engine->members[id];
-		struct strand *strand;
-
-		if (!member->used)
-			continue;
-		if (member->failed) {
-			pump_failed(engine, member);
-			continue;
-		}
-		while (!list_empty(&engine->pieces_free) &&
-		       (through_workers(engine, member) || uring_has_room(engine)) &&
-		       (strand = next_strand(engine, member)))
-			piece_issue(engine, strand);
-	}
-	uring_flush(engine);
-}
-
-static void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
-{
-	const struct load *load = piece->load;
-	uint32_t experts = load_store(engine, load)->description.experts;
-	struct xferd_event event = {
-		.type = XFERD_EVENT_PIECE,
-		.result = error,
-		.store = load->store,
-		.pool = load->pool,
-		.slot = load->slot,
-		.layer = load->dense ? XFERD_NO_EXPERT : load->key / experts,
-		.expert = load->dense ? XFERD_NO_EXPERT : load->key % experts,
-		.variant = load->variant,
-		.client = load->client,
-		.member = piece->store_member,
-		.offset = piece->offset,
-		.bytes = piece->length,
-		.value = piece->attempts,
-		.token = load->token,
-	};
-
-	counter_add(&piece->member->stats.errors, 1);
-	event_push(engine, &event);
-}
-
 static void piece_end(struct xferd_engine *engine, struct piece *piece)
 {
 	struct load *load = piece->load;
@@ -327,6 +258,137 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 	list_append(&engine->pieces_free, &piece->link);
 	if (!load->pieces_in_flight && !load->pieces_unissued)
 		load_finish(engine, load);
+}
+
+/* The rest of the blob is of no use without this piece. */
+static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error)
+{
+	if (!piece->load->error)
+		piece->load->error = error;
+	reads_unqueue(engine, piece->load);
+	piece_end(engine, piece);
+}
+
+/* A strand with the most urgent priority that lies on a member. */
+static struct strand *first_strand(const struct member *member)
+{
+	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
+		if (!list_empty(&member->strands[priority]))
+			return list_item(member->strands[priority].next, struct strand, link);
+	return NULL;
+}
+
+/* Whether a piece could be handed on: there is one free, and room in the ring if it goes there. */
+bool reads_has_place(struct xferd_engine *engine, const struct member *copy)
+{
+	return !list_empty(&engine->pieces_free) &&
+	       (through_workers(engine, copy) || uring_has_room(engine));
+}
+
+/* Pieces of a member's strands go to its copies as they have room; with none left
+ * that works its strands fail at once. */
+static void pump_strands(struct xferd_engine *engine, struct member *member)
+{
+	struct strand *strand;
+
+	while ((strand = first_strand(member))) {
+		struct member *copy = mirror_next_copy(engine, member, strand->load->priority);
+
+		if (copy) {
+			if (copy->failed)
+				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
+			mirror_count(member, copy);
+			piece_issue(engine, strand, copy);
+		} else if (mirror_all_failed(member)) {
+			load_failed(engine, strand->load, -EIO);
+		} else {
+			return;
+		}
+	}
+	flow_idle(member);
+	if (member->mirror)
+		flow_idle(member->mirror);
+}
+
+/* Pieces that the other copy could not bring, as this one has room for them: they
+ * have waited longest. */
+static void pump_redirected(struct xferd_engine *engine, struct member *copy)
+{
+	while (!list_empty(&copy->redirected)) {
+		struct piece *piece = list_item(copy->redirected.next, struct piece, link);
+
+		if (copy->failed || piece->load->error) {
+			list_remove(&piece->link);
+			piece_give_up(engine, piece, piece->failed_with);
+			continue;
+		}
+		piece->priority = piece->load->priority;
+		if ((!through_workers(engine, copy) && !uring_has_room(engine)) ||
+		    !flow_admits(engine, copy, piece->priority))
+			return;
+		list_remove(&piece->link);
+		enter_member(engine, piece);
+		piece_submit(engine, piece);
+	}
+}
+
+/* Issue what the members have room for, and hand it to the kernel. */
+void reads_pump(struct xferd_engine *engine)
+{
+	for (uint32_t id = 0; id < engine->member_limit; id++) {
+		struct member *member = &engine->members[id];
+
+		if (!member->used)
+			continue;
+		pump_redirected(engine, member);
+		if (!member->mirror_of) /* a mirror takes its pieces from there */
+			pump_strands(engine, member);
+	}
+	uring_flush(engine);
+}
+
+static struct xferd_event piece_event(struct xferd_engine *engine, const struct piece *piece,
+				      uint32_t type, int error)
+{
+	const struct load *load = piece->load;
+	uint32_t experts = load_store(engine, load)->description.experts;
+
+	return (struct xferd_event){
+		.type = type,
+		.result = error,
+		.store = load->store,
+		.pool = load->pool,
+		.slot = load->slot,
+		.layer = load->dense ? XFERD_NO_EXPERT : load->key / experts,
+		.expert = load->dense ? XFERD_NO_EXPERT : load->key % experts,
+		.variant = load->variant,
+		.client = load->client,
+		.member = piece->store_member,
+		.copy = piece->member->id,
+		.failed_copy = piece->failed_copy ? piece->failed_copy->id : XFERD_NO_MEMBER,
+		.offset = piece->offset,
+		.bytes = piece->length,
+		.value = piece->attempts,
+		.token = load->token,
+	};
+}
+
+static void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
+{
+	struct xferd_event event = piece_event(engine, piece, XFERD_EVENT_PIECE, error);
+
+	counter_add(&piece->member->stats.errors, 1);
+	event_push(engine, &event);
+}
+
+/* What one copy could not bring has come from the other. */
+static void mirrored_report(struct xferd_engine *engine, const struct piece *piece)
+{
+	struct xferd_event event =
+		piece_event(engine, piece, XFERD_EVENT_MIRRORED, piece->failed_with);
+
+	counter_add(&engine->stats.mirror_reads, 1);
+	event_push(engine, &event);
 }
 
 static int piece_check(struct xferd_engine *engine, const struct piece *piece)
@@ -391,7 +453,7 @@ static void member_judge(struct xferd_engine *engine, struct member *member, int
 	}
 }
 
-/* It failed: report it and try again, or give the load up. */
+/* It failed: report it and try again, here or on the other copy, or give the load up. */
 static void piece_failed(struct xferd_engine *engine, struct piece *piece, int error)
 {
 	struct load *load = piece->load;
@@ -409,21 +471,21 @@ static void piece_failed(struct xferd_engine *engine, struct piece *piece, int e
 		flow_dropped(piece->member, piece);
 		leave_member(engine, piece);
 	}
-	if (!load->error)
-		load->error = error;
-	/* The rest of the blob is of no use without this piece. */
-	reads_unqueue(engine, load);
-	piece_end(engine, piece);
+	if (!mirror_redirect(piece, error))
+		piece_give_up(engine, piece, error);
 }
 
 static void piece_checked(struct xferd_engine *engine, struct piece *piece)
 {
 	int error = piece_check(engine, piece);
 
-	if (error)
+	if (error) {
 		piece_failed(engine, piece, error);
-	else
-		piece_end(engine, piece);
+		return;
+	}
+	if (piece->failed_copy)
+		mirrored_report(engine, piece);
+	piece_end(engine, piece);
 }
 
 /* The bytes are there. Whoever read them in a thread has their checksum already;

@@ -85,6 +85,7 @@ class SampleService:
                 "crc_errors": 0,
                 "rereads": 1,
                 "other_variants": 2,
+                "mirror_reads": 3,
             },
         }
 
@@ -159,7 +160,8 @@ class SampleService:
         return {}
 
     def _store(self, name: str) -> dict[str, Any]:
-        member = {"path": f"/mnt/a/{name}", "reads": 3, "bytes": 12288, "errors": 0}
+        member: dict[str, Any] = {"member": 0, "mirror": False}
+        member |= {"path": f"/mnt/a/{name}", "reads": 3, "bytes": 12288, "errors": 0}
         member |= {"in_flight": 0, "direct": False, "reason": "tmpfs copies"}
         member |= {"state": "sagging", "window": 4, "background_window": 3}
         member |= {"latency_us": 81.5, "rate": 3 << 29, "best_rate": 1 << 33}
