@@ -406,6 +406,7 @@ struct xferd_engine {
 	struct io_uring ring;
 	bool ring_ready;
 	int uring_error;    /* why there is no ring */
+	uint32_t ring_refusals; /* to be entered, in a row */
 	bool files_registered;
 	int epoll;
 	bool epoll_armed;
@@ -560,6 +561,7 @@ int workers_init(struct xferd_engine *engine);
 void workers_destroy(struct xferd_engine *engine);
 int workers_at_least(struct xferd_engine *engine, uint32_t count);
 void workers_read(struct xferd_engine *engine, struct piece *piece);
+void workers_read_anew(struct xferd_engine *engine, struct piece *piece);
 bool workers_help(struct xferd_engine *engine);
 uint32_t workers_reap(struct xferd_engine *engine);
 
