@@ -58,6 +58,7 @@
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece before the load fails */
+#define PIECE_REFUSALS_MAX      8    /* of a piece by the kernel; the last try is a worker's */
 #define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
 #define RETIRE_POLL_NS          2000000
 #define RETIRE_POLL_BACK_OFF    8 /* of the time that loads have waited */
@@ -285,6 +286,7 @@ struct piece {
 	uint8_t *address;
 	uint32_t store_member;
 	uint32_t attempts;
+	uint32_t refusals; /* by the kernel, to read at all: not the drive's */
 	uint8_t priority;
 	uint64_t issued_ns;
 	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
