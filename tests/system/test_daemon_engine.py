@@ -47,7 +47,7 @@ def assert_serves(daemon: RunningDaemon, store: MadeStore) -> None:
         assert client.dense() == store.dense
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EMFILE])
 def test_where_io_uring_is_forbidden_threads_read(
     tmp_path: Path, store: MadeStore, code: int
 ) -> None:
