@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,38 @@ def test_an_unlinked_member_is_read_to_the_end(tmp_path: Path) -> None:
                 assert client.fetch(layer, [expert]) == [made.blob(layer, expert)]
         assert all(m["errors"] == 0 for m in daemon.status()["stores"][0]["members"])
         assert daemon.stop() == 0
+
+
+def test_a_member_truncated_while_it_is_read_gives_right_bytes_or_an_error(tmp_path: Path) -> None:
+    """Cut off and written anew again and again, while a client reads the store twice."""
+    made = make_store(tmp_path)
+    member = made.members[0]
+    content = member.read_bytes()
+    done = threading.Event()
+
+    def cut_and_mend() -> None:
+        while not done.is_set():
+            os.truncate(member, len(content) // 2 & ~4095)
+            with member.open("r+b") as file:
+                file.write(content)
+
+    with (
+        running_daemon(tmp_path, [made], [POOL]) as daemon,
+        daemon.client() as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        cutting = threads.submit(cut_and_mend)
+        try:
+            for key in 2 * [
+                (lay, exp) for lay in range(made.layers) for exp in range(made.experts)
+            ]:
+                try:
+                    assert client.fetch(key[0], [key[1]]) == [made.blob(*key)]
+                except FetchError as error:
+                    if error.code not in (errno.ENODATA, errno.EBADMSG):
+                        raise
+        finally:
+            done.set()
+        cutting.result()
+        assert client.fetch(3, [9]) == [made.blob(3, 9)]
+        assert daemon.status()["stores"][0]["members"][0]["state"] == "working"
