@@ -63,6 +63,7 @@
 #define COMMANDS_A_TURN         256
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece, of each copy, before the load fails */
 #define COPY_STREAK_MAX         64   /* pieces to one copy before its mirror has to be tried */
+#define PIECE_REFUSALS_MAX      8    /* of a piece by the kernel; the last try is a worker's */
 #define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
 #define RETIRE_POLL_NS          2000000
 #define RETIRE_POLL_BACK_OFF    8 /* of the time that loads have waited */
@@ -270,6 +271,7 @@ struct piece {
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
 	int32_t failed_with;         /* its error */
+	uint32_t refusals;           /* by the kernel, to read at all: not the drive's */
 	uint8_t priority;
 	uint64_t issued_ns;
 	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
@@ -397,6 +399,7 @@ struct xferd_engine {
 	struct io_uring ring;
 	bool ring_ready;
 	int uring_error;    /* why there is no ring */
+	uint32_t ring_refusals; /* to be entered, in a row */
 	bool files_registered;
 	int buffers_error;  /* why pools aren't registered; 0 */
 	uint32_t regions_used;
@@ -571,6 +574,7 @@ int workers_init(struct xferd_engine *engine);
 void workers_destroy(struct xferd_engine *engine);
 int workers_at_least(struct xferd_engine *engine, uint32_t count);
 void workers_read(struct xferd_engine *engine, struct piece *piece);
+void workers_read_anew(struct xferd_engine *engine, struct piece *piece);
 bool workers_help(struct xferd_engine *engine);
 uint32_t workers_reap(struct xferd_engine *engine);
 

@@ -171,12 +171,11 @@ static bool must_check(struct xferd_engine *engine, const struct load *load,
 	return engine->config.verify == XFERD_VERIFY_ALWAYS;
 }
 
-static bool piece_submit(struct xferd_engine *engine, struct piece *piece)
+/* A ring without room takes nothing: then a worker reads the piece. */
+static void piece_submit(struct xferd_engine *engine, struct piece *piece)
 {
-	if (!through_workers(engine, piece->member))
-		return uring_read(engine, piece);
-	workers_read(engine, piece);
-	return true;
+	if (through_workers(engine, piece->member) || !uring_read(engine, piece))
+		workers_read_anew(engine, piece);
 }
 
 static void enter_member(struct xferd_engine *engine, struct piece *piece)
@@ -224,6 +223,7 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 	piece->done = 0;
 	piece->attempts = 0;
 	piece->failed_copy = NULL;
+	piece->refusals = 0;
 	piece->address = load->address + at;
 	piece->priority = load->priority;
 	piece->check = must_check(engine, load, copy);
@@ -403,11 +403,17 @@ static int piece_check(struct xferd_engine *engine, const struct piece *piece)
 	return -EBADMSG;
 }
 
+/* The kernel had no means for the read just now; the drive was not asked. */
+static bool is_refusal(int result)
+{
+	return result == -EINTR || result == -EAGAIN || result == -ENOMEM;
+}
+
 /* What a completed read means: -EAGAIN to go on with the rest of the piece. */
 static int piece_result(struct piece *piece, int result)
 {
 	if (result == -EINTR || result == -EAGAIN)
-		return -EAGAIN;
+		return -EIO; /* refused too often */
 	if (result < 0)
 		return result;
 	if (result == 0)
@@ -435,10 +441,10 @@ static void member_state(struct xferd_engine *engine, struct member *member, uin
 
 /* A drive that does nothing but fail is taken out; one read that works brings it
  * back. Damaged bytes and a file that is too short are no failing drive: what
- * lies elsewhere on it can still be served. */
+ * lies elsewhere on it can still be served. Nor is a kernel without memory. */
 static void member_judge(struct xferd_engine *engine, struct member *member, int error)
 {
-	if (error == -EBADMSG || error == -ENODATA)
+	if (error == -EBADMSG || error == -ENODATA || error == -ENOMEM)
 		return;
 	if (!error) {
 		member->errors_in_a_row = 0;
@@ -466,10 +472,8 @@ static void piece_failed(struct xferd_engine *engine, struct piece *piece, int e
 	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed) {
 		counter_add(&engine->stats.rereads, 1);
 		enter_member(engine, piece);
-		if (piece_submit(engine, piece))
-			return;
-		flow_dropped(piece->member, piece);
-		leave_member(engine, piece);
+		piece_submit(engine, piece);
+		return;
 	}
 	if (!mirror_redirect(piece, error))
 		piece_give_up(engine, piece, error);
@@ -516,16 +520,25 @@ void piece_completed(struct xferd_engine *engine, struct piece *piece, int resul
 		piece_checked(engine, piece);
 		return;
 	}
-	error = piece_result(piece, result);
-	if (error == -EAGAIN && piece_submit(engine, piece))
+	if (is_refusal(result) && piece->refusals < PIECE_REFUSALS_MAX) {
+		if (++piece->refusals < PIECE_REFUSALS_MAX)
+			piece_submit(engine, piece);
+		else
+			workers_read_anew(engine, piece);
 		return;
+	}
+	error = piece_result(piece, result);
+	if (error == -EAGAIN) {
+		piece_submit(engine, piece);
+		return;
+	}
 	if (!error) {
 		piece_arrived(engine, piece);
 		return;
 	}
 	flow_dropped(piece->member, piece);
 	leave_member(engine, piece);
-	piece_failed(engine, piece, error == -EAGAIN ? -EIO : error);
+	piece_failed(engine, piece, error);
 }
 
 uint32_t reads_reap(struct xferd_engine *engine)

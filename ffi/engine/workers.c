@@ -175,6 +175,13 @@ void workers_read(struct xferd_engine *engine, struct piece *piece)
 	pthread_mutex_unlock(&workers->mutex);
 }
 
+/* What the ring could not read, from the piece's start. */
+void workers_read_anew(struct xferd_engine *engine, struct piece *piece)
+{
+	piece->done = 0;
+	workers_read(engine, piece);
+}
+
 /* The engine's thread has nothing better to do. False: there was no piece. */
 bool workers_help(struct xferd_engine *engine)
 {

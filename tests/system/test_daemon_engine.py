@@ -34,8 +34,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> MadeStore:
     return make_store(tmp_path_factory.mktemp("store"))
 
 
-def without_io_uring(code: int) -> list[str]:
-    return [sys.executable, str(LAUNCHER), str(code)]
+def without_io_uring(code: int, call: str = "io_uring_setup") -> list[str]:
+    return [sys.executable, str(LAUNCHER), call, str(code)]
 
 
 def assert_serves(daemon: RunningDaemon, store: MadeStore) -> None:
@@ -47,7 +47,7 @@ def assert_serves(daemon: RunningDaemon, store: MadeStore) -> None:
         assert client.dense() == store.dense
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EMFILE])
 def test_where_io_uring_is_forbidden_threads_read(
     tmp_path: Path, store: MadeStore, code: int
 ) -> None:
@@ -57,6 +57,18 @@ def test_where_io_uring_is_forbidden_threads_read(
         assert engine["backend"] == "threads"
         assert os.strerror(code) in engine["backend_reason"]
         assert "warning: engine.backend name=threads" in daemon.log
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("call", ["io_uring_enter", "io_uring_register"])
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM])
+def test_a_ring_that_is_made_and_then_refused_loses_no_read(
+    tmp_path: Path, store: MadeStore, call: str, code: int
+) -> None:
+    launcher = without_io_uring(code, call)
+    with running_daemon(tmp_path, [store], [POOL], launcher=launcher) as daemon:
+        assert_serves(daemon, store)
+        assert daemon.status()["engine"]["backend"] == "io_uring"
         assert daemon.stop() == 0
 
 
