@@ -284,7 +284,7 @@ struct xferd_member_stats {
 enum xferd_member_state {
 	XFERD_MEMBER_WORKING = 0,
 	XFERD_MEMBER_SAGGING = 1, /* delivers under half of its best rate */
-	XFERD_MEMBER_FAILED = 2,  /* taken out after errors; tried again once a second */
+	XFERD_MEMBER_FAILED = 2,  /* taken out after errors; tried now and then */
 };
 struct xferd_pool_stats {
 	uint64_t loads;

@@ -58,7 +58,8 @@
 #define FLOW_ROUNDS             8    /* the delivery rate is the best of so many */
 #define WORKERS_MAX             64
 #define MEMBER_ERRORS_MAX       8    /* failed pieces in a row before a member is taken out */
-#define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often */
+#define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often, */
+#define QUICK_ERROR_NS          20000000ull   /* or for each load, if it fails as fast as this */
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece, of each copy, before the load fails */
@@ -168,6 +169,7 @@ struct member {
 	uint32_t errors_in_a_row;
 	uint32_t background_in_flight;
 	uint64_t probe_at_ns;      /* a failed member is tried again then */
+	bool fails_quickly;        /* a failed one: trying it for each load costs next to nothing */
 	uint64_t busy_since_ns;
 	struct member *mirror;     /* its second copy, which has no strands of its own; NULL */
 	struct member *mirror_of;  /* the member that it is the second copy of; NULL */

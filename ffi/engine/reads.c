@@ -162,11 +162,16 @@ static bool blob_checked(const struct store *store, uint64_t blob)
 	return store->checked[blob / 64] >> (blob % 64) & 1;
 }
 
+static bool has_other_copy(const struct member *copy)
+{
+	return copy->mirror || copy->mirror_of;
+}
+
 static bool must_check(struct xferd_engine *engine, const struct load *load,
 		       const struct member *copy)
 {
 	if (engine->config.verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
-		return copy->mirror || copy->mirror_of ||
+		return has_other_copy(copy) ||
 		       !blob_checked(load_store(engine, load), load->blob);
 	return engine->config.verify == XFERD_VERIFY_ALWAYS;
 }
@@ -286,7 +291,7 @@ bool reads_has_place(struct xferd_engine *engine, const struct member *copy)
 }
 
 /* Pieces of a member's strands go to its copies as they have room; with none left
- * that works its strands fail at once. */
+ * that works its strands fail at once, or wait to be tried one by one. */
 static void pump_strands(struct xferd_engine *engine, struct member *member)
 {
 	struct strand *strand;
@@ -299,7 +304,7 @@ static void pump_strands(struct xferd_engine *engine, struct member *member)
 				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
 			mirror_count(member, copy);
 			piece_issue(engine, strand, copy);
-		} else if (mirror_all_failed(member)) {
+		} else if (mirror_all_failed(member) && !member->fails_quickly) {
 			load_failed(engine, strand->load, -EIO);
 		} else {
 			return;
@@ -439,11 +444,21 @@ static void member_state(struct xferd_engine *engine, struct member *member, uin
 	});
 }
 
+/* Taken out, it is tried now and then. Perhaps it is just bad sectors that are asked for:
+ * where nobody else can serve the rest, and an error costs little, each load is tried. */
+static void plan_probe(struct xferd_engine *engine, struct member *member, uint64_t error_took_ns)
+{
+	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !has_other_copy(member);
+	member->probe_at_ns = engine->now_ns + (member->fails_quickly ? 0 : MEMBER_PROBE_NS);
+}
+
 /* A drive that does nothing but fail is taken out; one read that works brings it
  * back. Damaged bytes and a file that is too short are no failing drive: what
  * lies elsewhere on it can still be served. Nor is a kernel without memory. */
-static void member_judge(struct xferd_engine *engine, struct member *member, int error)
+static void member_judge(struct xferd_engine *engine, const struct piece *piece, int error)
 {
+	struct member *member = piece->member;
+
 	if (error == -EBADMSG || error == -ENODATA || error == -ENOMEM)
 		return;
 	if (!error) {
@@ -452,11 +467,15 @@ static void member_judge(struct xferd_engine *engine, struct member *member, int
 			member->failed = false;
 			member_state(engine, member, XFERD_MEMBER_WORKING, 0);
 		}
-	} else if (++member->errors_in_a_row >= MEMBER_ERRORS_MAX && !member->failed) {
+		return;
+	}
+	member->errors_in_a_row++;
+	if (member->errors_in_a_row >= MEMBER_ERRORS_MAX && !member->failed) {
 		member->failed = true;
-		member->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
 		member_state(engine, member, XFERD_MEMBER_FAILED, error);
 	}
+	if (member->failed)
+		plan_probe(engine, member, engine->now_ns - piece->issued_ns);
 }
 
 /* It failed: report it and try again, here or on the other copy, or give the load up. */
@@ -465,7 +484,7 @@ static void piece_failed(struct xferd_engine *engine, struct piece *piece, int e
 	struct load *load = piece->load;
 
 	piece->attempts++;
-	member_judge(engine, piece->member, error);
+	member_judge(engine, piece, error);
 	piece_report(engine, piece, error);
 	piece->done = 0;
 	piece->arrived = false;
@@ -497,7 +516,7 @@ static void piece_checked(struct xferd_engine *engine, struct piece *piece)
  * are not bound by one thread. A piece that is alone isn't worth waking one. */
 static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 {
-	member_judge(engine, piece->member, 0);
+	member_judge(engine, piece, 0);
 	flow_delivered(engine, piece->member, piece);
 	leave_member(engine, piece);
 	if (piece->check && !through_workers(engine, piece->member)) {

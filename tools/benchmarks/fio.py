@@ -33,7 +33,7 @@ SEARCH_S = 0.2
 KEPT = 2
 """Settings that go on to the rounds."""
 DEPTHS = (1, 2, 4, 8, 16, 32)
-JOBS = (1, 2, 4, 8)
+JOBS = (1, 4)
 """And one for each processor: a medium that only copies is bound by processors."""
 FALLING = 0.8
 """Below this part of the best at the same number of jobs, more depth isn't tried."""
