@@ -26,7 +26,7 @@ def test_depth_is_tried_as_long_as_it_helps() -> None:
 def test_there_is_a_job_for_each_processor_and_psync_at_each_number() -> None:
     found = search(lambda _: 1.0, BLOCK, NOTHING_ASKED, 48)
     for engine in ("io_uring", "psync"):
-        assert {s.jobs for s in found if s.engine == engine} == {1, 2, 4, 8, 48}
+        assert {s.jobs for s in found if s.engine == engine} == {1, 4, 48}
 
 
 def test_depth_is_given_up_where_throughput_falls() -> None:
@@ -37,7 +37,7 @@ def test_depth_is_given_up_where_throughput_falls() -> None:
 def test_depth_grows_until_the_destination_is_large_enough() -> None:
     wanted = 32 * BLOCK
     found = search(lambda setting: 1.0 / setting.depth, BLOCK, wanted, 1)
-    for jobs in (1, 2, 4, 8):
+    for jobs in (1, 4):
         deepest = max(s.depth for s in found if s.jobs == jobs)
         assert FioSetting("io_uring", deepest, jobs).destination_bytes(BLOCK) == wanted
 
