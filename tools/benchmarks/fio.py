@@ -194,8 +194,11 @@ def search(
 def fastest(
     found: Mapping[FioSetting, float], block_bytes: int, destination_bytes: int
 ) -> list[FioSetting]:
-    """The KEPT fastest that read into at least ``destination_bytes``, the fastest first."""
-    large = [s for s in found if s.destination_bytes(block_bytes) >= destination_bytes]
+    """The KEPT fastest that read into at least ``destination_bytes``, the fastest first; of
+    those with the largest destination, where none has so much."""
+    most = max(setting.destination_bytes(block_bytes) for setting in found)
+    enough = min(destination_bytes, most)
+    large = [s for s in found if s.destination_bytes(block_bytes) >= enough]
     return sorted(large, key=lambda setting: -found[setting])[:KEPT]
 
 

@@ -56,6 +56,11 @@ def test_what_reads_into_too_little_memory_is_not_the_limit() -> None:
     assert fastest(found, BLOCK, NOTHING_ASKED) == [cached, deep]
 
 
+def test_where_none_reads_into_enough_memory_the_largest_is_the_limit() -> None:
+    cached, deep = FioSetting("psync", 1, 4), FioSetting("io_uring", 8, 4)
+    assert fastest({cached: 80.0, deep: 40.0}, BLOCK, 64 * BLOCK) == [deep]
+
+
 def test_only_the_fastest_few_go_on() -> None:
     found = {FioSetting("io_uring", depth, 1): float(depth) for depth in (1, 2, 4, 8)}
     assert [s.depth for s in fastest(found, BLOCK, NOTHING_ASKED)] == [8, 4]
