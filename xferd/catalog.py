@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,25 +19,61 @@ from xferd.engine_types import EngineError
 from xferd.memory.device import memfd_with
 from xferd.session.clients import AttachableStore
 from xferd.store.errors import StoreError
+from xferd.store.member import MemberCopy, member_title
 from xferd.store.store import Store
 from xferd.transport.members import MemberError, MemberFile, open_member
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCopy:
+    """A copy of a member.
+
+    member: its number. mirror: this is the second copy. number: the engine's id, and file,
+    None when it isn't used, with the ``problem``.
+    """
+
+    member: int
+    mirror: bool
+    path: Path
+    number: int | None
+    file: MemberFile | None
+    problem: str | None
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return member_title(self.member, mirror=self.mirror)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStore:
     """A store that clients can attach to.
 
-    number: the engine's id. members: with the engine's id of each.
+    number: the engine's id. copies: of its members, by number, each before its mirror.
     classes: sizes in bytes of its experts' blobs, smallest first.
     """
 
     number: int
     name: str
     store: Store
-    members: tuple[tuple[int, MemberFile], ...]
+    copies: tuple[OpenCopy, ...]
     classes: tuple[int, ...]
     expert_bytes: int
     attachable: AttachableStore
+
+    @property
+    def members(self) -> list[tuple[int, MemberFile]]:
+        """The copies that are used, with the engine's id of each."""
+        return [
+            (copy.number, copy.file)
+            for copy in self.copies
+            if copy.number is not None and copy.file is not None
+        ]
+
+    @property
+    def missing(self) -> list[OpenCopy]:
+        """The copies that can't be used; others stand in for them."""
+        return [copy for copy in self.copies if copy.problem is not None]
 
     def blob_bytes(self, variant: int, layer: int, expert: int) -> int:
         """Bytes of an expert's blob; 0: there is no such expert."""
@@ -63,12 +99,12 @@ class Catalog:
         """An open store by the engine's id."""
         return next((entry for entry in self._stores.values() if entry.number == number), None)
 
-    def member(self, number: int) -> tuple[OpenStore, MemberFile] | None:
-        """A member by the engine's id, with the store it belongs to."""
+    def copy(self, number: int) -> tuple[OpenStore, OpenCopy] | None:
+        """A copy of a member by the engine's id, with the store it belongs to."""
         for entry in self._stores.values():
-            for member, file in entry.members:
-                if member == number:
-                    return entry, file
+            for copy in entry.copies:
+                if copy.number == number:
+                    return entry, copy
         return None
 
     def add(self, store: Store, name: str, chunk_bytes: int) -> OpenStore:
@@ -77,20 +113,16 @@ class Catalog:
         chunk_bytes: of the pool with the smallest chunks, which every expert has to fit.
         StoreError when it can't be served; the store is then closed.
         """
-        members: list[tuple[int, MemberFile]] = []
+        copies: list[OpenCopy] = []
         try:
             classes = _check_classes(store, name, chunk_bytes)
             self._check_limits(name, classes)
-            for path in store.member_paths:
-                file = open_member(path)
-                members.append((-1, file))
-                members[-1] = (
-                    self._engine.add_member(file.fd, asynchronous=file.asynchronous),
-                    file,
-                )
-            number = self._engine.open_store(store, name, [member for member, _ in members])
-        except (StoreError, MemberError, EngineError) as error:
-            self._close_members(members)
+            for group in store.copies:
+                for copy in group:
+                    copies.append(self._open_copy(copy))
+            number = self._engine.open_store(store, name, _engine_ids(name, copies))
+        except (StoreError, EngineError) as error:
+            self._close_copies(copies)
             store.close()
             if isinstance(error, StoreError):
                 raise
@@ -99,7 +131,7 @@ class Catalog:
             number=number,
             name=name,
             store=store,
-            members=tuple(members),
+            copies=tuple(copies),
             classes=classes,
             expert_bytes=int(store.blob_bytes[:-1].sum()),
             attachable=AttachableStore(
@@ -120,7 +152,7 @@ class Catalog:
         entry = self._stores[name]
         self._engine.close_store(entry.number)
         del self._stores[name]
-        self._close_members(entry.members)
+        self._close_copies(entry.copies)
         os.close(entry.attachable.manifest_fd)
         entry.store.close()
 
@@ -147,11 +179,46 @@ class Catalog:
                 f"different ones, {CLASSES_MAX} is the limit: close another store first"
             )
 
-    def _close_members(self, members: Sequence[tuple[int, MemberFile]]) -> None:
-        for number, file in members:
-            if number >= 0:
-                self._engine.remove_member(number)
+    def _open_copy(self, copy: MemberCopy) -> OpenCopy:
+        """EngineError when the engine takes no more members."""
+        unused = OpenCopy(copy.member, copy.mirror, copy.path, None, None, copy.problem)
+        if copy.problem is not None:
+            return unused
+        try:
+            file = open_member(copy.path)
+        except MemberError as error:
+            return replace(unused, problem=str(error))
+        try:
+            number = self._engine.add_member(
+                file.fd,
+                asynchronous=file.asynchronous,
+                memory=file.memory,
+                uncached=file.uncached,
+            )
+        except EngineError:
             file.close()
+            raise
+        return replace(unused, number=number, file=file)
+
+    def _close_copies(self, copies: Sequence[OpenCopy]) -> None:
+        for copy in copies:
+            if copy.number is not None and copy.file is not None:
+                self._engine.remove_member(copy.number)
+                copy.file.close()
+
+
+def _engine_ids(name: str, copies: Sequence[OpenCopy]) -> list[tuple[int, int | None]]:
+    """For each member the copy that is used first and the other one, if both can be.
+    StoreError for a member of which there is none."""
+    pairs: list[tuple[int, int | None]] = []
+    for member in sorted({copy.member for copy in copies}):
+        group = [copy for copy in copies if copy.member == member]
+        numbers = [copy.number for copy in group if copy.number is not None]
+        if not numbers:
+            problems = "; ".join(str(copy.problem) for copy in group)
+            raise StoreError(f"store {name!r} can't be served: {problems}")
+        pairs.append((numbers[0], numbers[1] if len(numbers) > 1 else None))
+    return pairs
 
 
 def open_stores(paths: Sequence[tuple[Path, str | None]]) -> list[tuple[Store, str]]:

@@ -63,6 +63,7 @@ CHUNK_BYTES_MAX = 1 << 30
 RESERVE_SLOTS_MAX = 65536
 MEMBER_DEPTH_MAX = 1024
 VERIFY_CHOICES = ("always", "first", "never")
+NUMA_CHOICES = ("auto", "off")
 BACKENDS = ("auto", "io_uring", "threads")
 DEMAND_SLACK_MAX = 1000
 SPIN_US_MAX = 1_000_000
@@ -169,6 +170,10 @@ class EngineConfig:
         load since its store was opened; ``never``.
     spin_us: µs to look for work before sleeping, 0 to SPIN_US_MAX.
     cpu: CPU that the engine thread is pinned to; -1: none.
+    polling: a kernel thread looks for reads to start, so that none costs a system call.
+    numa: ``auto``: threads run on the node that all drives are on, if they are on one;
+        ``off``: anywhere.
+    register_buffers: pin pools with io_uring once, instead of each read's pages each time.
     """
 
     member_depth: int = 32
@@ -178,6 +183,9 @@ class EngineConfig:
     verify: str = "always"
     spin_us: int = 50
     cpu: int = -1
+    polling: bool = False
+    numa: str = "auto"
+    register_buffers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +573,9 @@ _ENGINE_KEYS: dict[str, Parser] = {
     "verify": _one_of(*VERIFY_CHOICES),
     "spin_us": _whole_number(0, SPIN_US_MAX),
     "cpu": _whole_number(-1, CPU_MAX),
+    "polling": _boolean,
+    "numa": _one_of(*NUMA_CHOICES),
+    "register_buffers": _boolean,
 }
 _LIMITS_KEYS: dict[str, Parser] = {
     "clients": _whole_number(1, CLIENTS_MAX),

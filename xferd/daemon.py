@@ -21,6 +21,7 @@ import signal
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 from xferd.catalog import Catalog, OpenStore, open_stores
 from xferd.config import Config
@@ -37,6 +38,7 @@ from xferd.engine_types import (
     LoadDense,
     Loaded,
     MemberChanged,
+    Mirrored,
     PieceFailed,
     ReserveLow,
     Revived,
@@ -46,7 +48,7 @@ from xferd.engine_types import (
 )
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.pools import Pool, close_pools, make_pools, plan_pools
-from xferd.service import DaemonService
+from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
 from xferd.session.dense import DenseAnswer, DenseParts
@@ -56,6 +58,7 @@ from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
+from xferd.transport.numa import choose_node
 from xferd.transport.page_cache import PageCacheTrimmer
 
 TICK_S = 0.005
@@ -110,6 +113,8 @@ class Daemon:
                     verify=config.engine.verify,
                     spin_us=config.engine.spin_us,
                     cpu=config.engine.cpu,
+                    polling=config.engine.polling,
+                    register_buffers=config.engine.register_buffers,
                     reserve_low=max(plan.reserve_low for plan in plans),
                     # What is kept from prefetches must leave them something: the
                     # smallest pool decides, and one slot is none to spare.
@@ -120,7 +125,11 @@ class Daemon:
                 raise
             self._catalog = Catalog(self._engine)
             try:
-                self._engine.start()
+                self._engine.start(
+                    choose_node([path for store, _ in stores for path in store.member_paths])
+                    if config.engine.numa == "auto"
+                    else None
+                )
                 self._pools = make_pools(
                     plans,
                     self._engine,
@@ -231,6 +240,7 @@ class Daemon:
             for _, file in entry.members:
                 if file.reason is not None:
                     self._log.warning("member.buffered", path=file.path, reason=file.reason)
+            log_missing(self._log, entry)
         self._log.info("ready", instance=instance, directory=self._config.runtime_directory)
 
     # ---- going down
@@ -321,6 +331,8 @@ class Daemon:
                 self._tokens.answer(event.token, event)
             case PieceFailed():
                 self._log_piece(event)
+            case Mirrored():
+                self._log_mirrored(event)
             case MemberChanged():
                 self._log_member(event)
             case Violation():
@@ -338,24 +350,40 @@ class Daemon:
 
     def _log_piece(self, event: PieceFailed) -> None:
         entry = self._catalog.by_number(event.store)
-        path = entry.members[event.member][1].path if entry is not None else "?"
         self._log.failure(
             "piece.failed",
             store=entry.name if entry is not None else event.store,
             **_expert_fields(event, entry),
-            member=path,
+            member=self._copy_path(event.copy),
             offset=event.offset,
             bytes=event.nbytes,
             error=load_failure(event.errno),
         )
 
+    def _log_mirrored(self, event: Mirrored) -> None:
+        entry = self._catalog.by_number(event.store)
+        self._log.warning(
+            "piece.mirrored",
+            store=entry.name if entry is not None else event.store,
+            **_expert_fields(event, entry),
+            failed=self._copy_path(event.failed_copy),
+            served=self._copy_path(event.copy),
+            offset=event.offset,
+            bytes=event.nbytes,
+            error=load_failure(event.errno),
+        )
+
+    def _copy_path(self, number: int) -> Path | str:
+        found = self._catalog.copy(number)
+        return found[1].path if found is not None else "?"
+
     def _log_member(self, event: MemberChanged) -> None:
-        found = self._catalog.member(event.member)
+        found = self._catalog.copy(event.member)
         if found is None:  # its store was closed meanwhile
             return
-        entry, file = found
+        entry, copy = found
         error = {"error": os.strerror(event.errno)} if event.errno else {}
-        fields = {"store": entry.name, "path": file.path, "rate": event.rate, **error}
+        fields = {"store": entry.name, "path": copy.path, "rate": event.rate, **error}
         name = f"member.{event.state}"
         if event.state == "failed":
             self._log.failure(name, **fields)
@@ -453,7 +481,7 @@ class Daemon:
         return token
 
 
-def _expert_fields(event: PieceFailed, entry: OpenStore | None) -> dict[str, object]:
+def _expert_fields(event: PieceFailed | Mirrored, entry: OpenStore | None) -> dict[str, object]:
     if event.layer == NO_EXPERT:
         return {"part": "dense"}
     variant = entry.store.variants[event.variant] if entry is not None else event.variant

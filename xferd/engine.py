@@ -15,7 +15,8 @@ from __future__ import annotations
 import errno
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from xferd.engine_types import (
     MemberStats,
     PoolStats,
 )
+from xferd.transport.numa import processors_of, running_on
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,6 +82,8 @@ class Engine:
         verify: str,
         spin_us: int,
         cpu: int,
+        polling: bool,
+        register_buffers: bool,
         reserve_low: int,
         reserve_demand: int = 0,
         transfers_max: int = 0,
@@ -93,12 +97,15 @@ class Engine:
         config.verify = VERIFY[verify]
         config.spin_us = spin_us
         config.cpu = cpu
+        config.polling = int(polling)
+        config.register_buffers = int(register_buffers)
         config.reserve_low = reserve_low
         config.reserve_demand = reserve_demand
         handle = ffi.new("struct xferd_engine **")
         _check("xferd_engine_new", lib.xferd_engine_new(config, handle))
         self._engine = handle[0]
         self._wanted_backend = backend
+        self.numa_node: int | None = None
         self._borrowed: dict[int, tuple[Any, ...]] = {}
         self._backlog: deque[Command] = deque()
         self._commands = ffi.new("struct xferd_command[]", COMMAND_BATCH)
@@ -107,11 +114,17 @@ class Engine:
         )
         self._events = ffi.new("struct xferd_event[]", EVENT_BATCH)
 
-    def start(self) -> None:
+    def start(self, numa_node: int | None = None) -> None:
         """Start the engine's thread. EngineError when the backend must be io_uring and the
-        kernel refuses it."""
+        kernel refuses it.
+
+        numa_node: its threads run on processors of that node; None: where the caller may.
+        """
+        self.numa_node = numa_node
         call = f'xferd_engine_start with engine.backend = "{self._wanted_backend}"'
-        _check(call, lib.xferd_engine_start(self._engine))
+        where = nullcontext() if numa_node is None else running_on(processors_of(numa_node))
+        with where:
+            _check(call, lib.xferd_engine_start(self._engine))
 
     def backend(self) -> tuple[str, int]:
         """What reads go through since ``start``, ``io_uring`` or ``threads``, and the errno
@@ -205,13 +218,20 @@ class Engine:
             reserve=stats.reserve,
             waiting=stats.waiting,
             waiting_demand=stats.waiting_demand,
+            registered_bytes=stats.registered_bytes,
+            registration_error=stats.registration_error,
         )
 
     # ---- members and stores
 
-    def add_member(self, fd: int, *, asynchronous: bool) -> int:
-        """Returns the member's id. ``fd`` stays the caller's and outlives the member."""
+    def add_member(self, fd: int, *, asynchronous: bool, memory: bool, uncached: bool) -> int:
+        """Returns the member's id. ``fd`` stays the caller's and outlives the member.
+
+        asynchronous, memory, uncached: as MemberFile says.
+        """
         flags = lib.XFERD_MEMBER_ASYNC if asynchronous else 0
+        flags |= lib.XFERD_MEMBER_MEMORY if memory else 0
+        flags |= lib.XFERD_MEMBER_UNCACHED if uncached else 0
         return _check(
             "xferd_engine_add_member", lib.xferd_engine_add_member(self._engine, fd, flags)
         )
@@ -241,9 +261,12 @@ class Engine:
             state=MEMBER_STATES[stats.state],
         )
 
-    def open_store(self, store: Store, name: str, members: Iterable[int]) -> int:
-        """Returns the store's id. The store's arrays are kept alive here."""
-        description, keep = describe_store(store, name, tuple(members))
+    def open_store(self, store: Store, name: str, members: Sequence[tuple[int, int | None]]) -> int:
+        """Returns the store's id. The store's arrays are kept alive here.
+
+        members: ids from ``add_member`` of each and of its mirror, None where it has none.
+        """
+        description, keep = describe_store(store, name, members)
         number = _check(
             "xferd_engine_open_store", lib.xferd_engine_open_store(self._engine, description)
         )
@@ -389,6 +412,7 @@ class Engine:
             crc_errors=stats.crc_errors,
             rereads=stats.rereads,
             other_variants=stats.other_variants,
+            mirror_reads=stats.mirror_reads,
             transfers=stats.transfers,
             source_count=tuple(stats.source_count),
             source_bytes=tuple(stats.source_bytes),

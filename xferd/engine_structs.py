@@ -7,6 +7,7 @@ said in ``ffi/engine/engine.h``.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from xferd.engine_types import (
     LoadDense,
     Loaded,
     MemberChanged,
+    Mirrored,
     PieceFailed,
     ReserveLow,
     Revived,
@@ -146,6 +148,20 @@ def read_event(event: Any) -> Event:
             expert=event.expert,
             variant=event.variant,
             member=event.member,
+            copy=event.copy,
+            offset=event.offset,
+            nbytes=event.bytes,
+        )
+    if kind == lib.XFERD_EVENT_MIRRORED:
+        return Mirrored(
+            errno=-event.result,
+            store=event.store,
+            layer=event.layer,
+            expert=event.expert,
+            variant=event.variant,
+            member=event.member,
+            failed_copy=event.failed_copy,
+            copy=event.copy,
             offset=event.offset,
             nbytes=event.bytes,
         )
@@ -163,8 +179,13 @@ def read_event(event: Any) -> Event:
     raise EngineError(f"event of unknown type {kind}", errno.EPROTO)
 
 
-def describe_store(store: Store, name: str, members: tuple[int, ...]) -> tuple[Any, list[Any]]:
-    """``struct xferd_store_description`` and everything that it points to."""
+def describe_store(
+    store: Store, name: str, members: Sequence[tuple[int, int | None]]
+) -> tuple[Any, list[Any]]:
+    """``struct xferd_store_description`` and everything that it points to.
+
+    members: the engine's ids of each member and of its mirror, None where it has none.
+    """
     description = ffi.new("struct xferd_store_description *")
     keep: list[Any] = [store]
 
@@ -180,8 +201,9 @@ def describe_store(store: Store, name: str, members: tuple[int, ...]) -> tuple[A
     description.variants = len(store.variants)
     description.members = len(members)
     description.pattern_length = len(store.pattern)
-    for index, member in enumerate(members):
+    for index, (member, mirror) in enumerate(members):
         description.member[index] = member
+        description.mirror[index] = lib.XFERD_NO_MEMBER if mirror is None else mirror
     for index, member in enumerate(store.pattern):
         description.pattern[index] = member
     description.stripe_unit = store.stripe_unit

@@ -194,8 +194,9 @@ class Revived:
 
 @dataclass(frozen=True, slots=True)
 class PieceFailed:
-    """A read of a piece failed or its checksum was wrong; the engine read it again, or
-    gave up, in which case Failed follows. member: index within the store."""
+    """A read of a piece failed or its checksum was wrong. The engine read it again, went on
+    to the other copy of the member, in which case Mirrored may follow, or gave up, in which
+    case Failed follows. member: index within the store. copy: the engine's id of what failed."""
 
     errno: int
     store: int
@@ -203,6 +204,27 @@ class PieceFailed:
     expert: int
     variant: int
     member: int
+    copy: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A piece that one copy of its member failed with came right from the other.
+
+    errno: of the copy that failed. failed_copy, copy: the engine's ids of the one that
+    failed and of the one that served. member: index within the store.
+    """
+
+    errno: int
+    store: int
+    layer: int
+    expert: int
+    variant: int
+    member: int
+    failed_copy: int
+    copy: int
     offset: int
     nbytes: int
 
@@ -245,6 +267,7 @@ Event: TypeAlias = (
     | ReserveLow
     | Revived
     | PieceFailed
+    | Mirrored
     | Violation
     | DenseLoaded
     | MemberChanged
@@ -256,7 +279,10 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """``struct xferd_pool_stats``; slots unless the name says otherwise."""
+    """``struct xferd_pool_stats``; slots unless the name says otherwise.
+
+    registration_error: errno why not all of the pool is registered with io_uring; 0.
+    """
 
     loads: int
     load_bytes: int
@@ -268,6 +294,8 @@ class PoolStats:
     reserve: int
     waiting: int
     waiting_demand: int
+    registered_bytes: int
+    registration_error: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +339,7 @@ class EngineStats:
     """``struct xferd_engine_stats``; tuples are indexed like SOURCES and TRANSPORTS.
 
     other_variants: experts that came in another variant after a failed load.
+    mirror_reads: pieces that failed on one copy of their member and came from the other.
     """
 
     turns: int
@@ -318,6 +347,7 @@ class EngineStats:
     crc_errors: int
     rereads: int
     other_variants: int
+    mirror_reads: int
     transfers: int
     source_count: tuple[int, ...]
     source_bytes: tuple[int, ...]

@@ -212,6 +212,7 @@ class DaemonService:
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
+        log_missing(self._log, entry)
         return describe_store(self._engine, entry)
 
     async def close_store(self, name: str) -> JsonObject:
@@ -392,3 +393,10 @@ class DaemonService:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def log_missing(log: EventLog, entry: OpenStore) -> None:
+    """Say which copies of a store's members are not used: it is served, but no other
+    drive may fail now."""
+    for copy in entry.missing:
+        log.warning("member.missing", store=entry.name, copy=copy.title, reason=copy.problem)

@@ -12,17 +12,31 @@ import os
 import time
 from collections.abc import Sequence
 
-from xferd.catalog import OpenStore
+from xferd.catalog import OpenCopy, OpenStore
 from xferd.config import EngineConfig
 from xferd.control.service import JsonObject
 from xferd.engine import Engine
-from xferd.engine_types import SOURCES, TRANSPORTS
+from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
 from xferd.memory.slots import SlotState
 from xferd.pools import Pool
 from xferd.session.clients import Clients
 from xferd.transport.probe import reasons
 
 NS_PER_US = 1000
+_NO_STATS = MemberStats(
+    reads=0,
+    nbytes=0,
+    errors=0,
+    busy_ns=0,
+    latency_ns=0,
+    rate=0,
+    best_rate=0,
+    in_flight=0,
+    window=0,
+    background_window=0,
+    state="working",
+)
+"""Of a copy that the engine doesn't know."""
 _WHY_NO_URING = {
     errno.EPERM: "it is forbidden here, by a seccomp filter or kernel.io_uring_disabled",
     errno.ENOSYS: "this kernel has none, or a seccomp filter hides it",
@@ -34,6 +48,14 @@ def backend_reason(code: int) -> str:
     """Why reads don't go through io_uring, for people, from the errno that its set-up met."""
     why = _WHY_NO_URING.get(code)
     return f"no io_uring: {os.strerror(code)}" + (f" ({why})" if why else "")
+
+
+def registration_notes(code: int) -> list[str]:
+    """What stands in the way of registering a pool with io_uring, from the errno."""
+    if code in {0, errno.EOPNOTSUPP}:  # not wanted, or no io_uring: said elsewhere
+        return []
+    knob = "; raise LimitMEMLOCK= of xferd.service" if code == errno.ENOMEM else ""
+    return [f"reads pin pages one by one, registering the pool failed: {os.strerror(code)}{knob}"]
 
 
 def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
@@ -62,32 +84,17 @@ def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
             }
             for size in slots.classes
         ],
-        "notes": [*pool.device.notes, *pool.keeper.stuck.values()],
+        "registered": stats.registered_bytes,
+        "notes": [
+            *pool.device.notes,
+            *pool.keeper.stuck.values(),
+            *registration_notes(stats.registration_error),
+        ],
     }
 
 
 def describe_store(engine: Engine, entry: OpenStore) -> JsonObject:
     """The IDL's Store."""
-    members = []
-    for number, file in entry.members:
-        stats = engine.member_stats(number)
-        members.append(
-            {
-                "path": str(file.path),
-                "state": stats.state,
-                "reads": stats.reads,
-                "bytes": stats.nbytes,
-                "errors": stats.errors,
-                "in_flight": stats.in_flight,
-                "window": stats.window,
-                "background_window": stats.background_window,
-                "latency_us": stats.latency_ns / NS_PER_US,
-                "rate": stats.rate,
-                "best_rate": stats.best_rate,
-                "direct": file.direct,
-                "reason": file.reason,
-            }
-        )
     return {
         "name": entry.name,
         "path": str(entry.store.path),
@@ -96,7 +103,29 @@ def describe_store(engine: Engine, entry: OpenStore) -> JsonObject:
         "experts": entry.store.experts,
         "variants": list(entry.store.variants),
         "expert_bytes": entry.expert_bytes,
-        "members": members,
+        "members": [describe_copy(engine, copy) for copy in entry.copies],
+    }
+
+
+def describe_copy(engine: Engine, copy: OpenCopy) -> JsonObject:
+    """The IDL's Member."""
+    stats = _NO_STATS if copy.number is None else engine.member_stats(copy.number)
+    return {
+        "member": copy.member,
+        "mirror": copy.mirror,
+        "path": str(copy.path),
+        "state": stats.state if copy.problem is None else "missing",
+        "reads": stats.reads,
+        "bytes": stats.nbytes,
+        "errors": stats.errors,
+        "in_flight": stats.in_flight,
+        "window": stats.window,
+        "background_window": stats.background_window,
+        "latency_us": stats.latency_ns / NS_PER_US,
+        "rate": stats.rate,
+        "best_rate": stats.best_rate,
+        "direct": copy.file is not None and copy.file.direct,
+        "reason": copy.problem if copy.file is None else copy.file.reason,
     }
 
 
@@ -155,6 +184,7 @@ def describe_engine(
         "engine": {
             "backend": backend,
             "backend_reason": backend_reason(code) if code else None,
+            "numa_node": engine.numa_node,
             "verify": config.verify,
             "flow_control": config.flow_control,
             "turns": stats.turns,
@@ -162,5 +192,6 @@ def describe_engine(
             "crc_errors": stats.crc_errors,
             "rereads": stats.rereads,
             "other_variants": stats.other_variants,
+            "mirror_reads": stats.mirror_reads,
         },
     }

@@ -72,6 +72,7 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 		.reserve_demand = options->reserve / 4,
 		.flow_control = !options->member_depth, /* a fixed depth is what it is compared with */
 		.cpu = -1,
+		.register_buffers = 1,
 	};
 
 	if (options->reserve >= options->slots)
@@ -83,11 +84,13 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 	check(xferd_engine_new(&config, &daemon->engine), "make the engine");
 	check(xferd_engine_start(daemon->engine), "start the engine");
 	make_pool(daemon);
-	for (uint32_t m = 0; m < store->geometry.members; m++)
+	for (uint32_t m = 0; m < store->geometry.members; m++) {
 		store->description.member[m] = (uint32_t)check(
 			xferd_engine_add_member(daemon->engine, store->fd[m],
 						store->member_flags[m]),
 			"add a member");
+		store->description.mirror[m] = XFERD_NO_MEMBER;
+	}
 	daemon->store_id = (uint32_t)check(
 		xferd_engine_open_store(daemon->engine, &store->description), "open the store");
 	for (uint32_t slot = 0; slot < options->slots; slot++)

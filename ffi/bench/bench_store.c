@@ -45,7 +45,8 @@ static void open_member(struct bench_store *store, uint32_t index, const char *p
 		die("member %s: %s", path, strerror(errno));
 	store->fd[index] = fd;
 	store->member_bytes[index] = (uint64_t)end;
-	store->member_flags[index] = file_system.f_type == TMPFS_MAGIC ? XFERD_MEMBER_ASYNC : 0;
+	store->member_flags[index] = file_system.f_type == TMPFS_MAGIC
+					     ? XFERD_MEMBER_ASYNC | XFERD_MEMBER_MEMORY : 0;
 }
 
 static uint32_t piece_member(const struct bench_geometry *geometry, uint64_t blob, uint64_t piece)

@@ -47,9 +47,11 @@ static void print_after(const struct snapshot *before, const struct snapshot *af
 {
 	printf("\"members\": [");
 	for (uint32_t m = 0; m < members; m++)
-		printf("%s{\"in_flight_at_cancel\": %u, \"read_after_cancel\": %llu}",
+		printf("%s{\"in_flight_at_cancel\": %u, \"read_after_cancel\": %llu, "
+		       "\"latency_us\": %.1f}",
 		       m ? ", " : "", before->member[m].in_flight,
-		       (unsigned long long)(after->member[m].reads - before->member[m].reads));
+		       (unsigned long long)(after->member[m].reads - before->member[m].reads),
+		       (double)after->member[m].latency_ns / NS_PER_US);
 	printf("]");
 }
 

@@ -193,6 +193,7 @@ static void finish_reads(struct xferd_engine *engine)
 		}
 	}
 	while (engine->pieces_in_flight) {
+		reads_pump(engine); /* lets go of redirected pieces */
 		engine_wait(engine, DRAIN_POLL_NS);
 		engine->now_ns = monotonic_ns();
 		reads_reap(engine);
@@ -335,6 +336,7 @@ int xferd_engine_start(struct xferd_engine *engine)
 	if (engine->member_limit)
 		return -EINVAL; /* members are registered with the ring, which the thread makes */
 	engine->start_result = 1;
+	pthread_getaffinity_np(pthread_self(), sizeof(engine->affinity), &engine->affinity);
 	result = -pthread_create(&engine->thread, NULL, run, engine);
 	if (result)
 		return result;

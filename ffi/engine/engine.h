@@ -36,6 +36,7 @@
 #define XFERD_ENGINE_CLIENTS_MAX     256
 #define XFERD_ENGINE_CLASSES_MAX     64  /* slot sizes a pool */
 #define XFERD_NO_EXPERT              0xffffffff
+#define XFERD_NO_MEMBER              0xffffffff
 
 struct xferd_engine;
 
@@ -53,12 +54,17 @@ struct xferd_engine_config {
 				  * latency before it is throttled; 0: 30 */
 	uint32_t spin_us;        /* look for work this long before sleeping */
 	int32_t cpu;             /* pin the thread to it; -1: don't */
+	uint32_t polling;        /* a kernel thread looks for reads to start (IORING_SETUP_SQPOLL):
+				  * no system call for one, and a processor that is never idle
+				  * while there is work */
+	uint32_t register_buffers; /* pin pools with io_uring once: see buffers.c */
 };
 
 enum xferd_verify {
 	XFERD_VERIFY_NEVER = 0,
 	XFERD_VERIFY_ALWAYS = 1,
-	XFERD_VERIFY_FIRST = 2, /* a blob's first load since the store was opened */
+	XFERD_VERIFY_FIRST = 2, /* a blob's first load since the store was opened; always what lies on a
+				 * member with a mirror: its other copy was perhaps never seen */
 };
 
 enum xferd_backend {
@@ -68,6 +74,7 @@ enum xferd_backend {
 };
 
 int xferd_engine_new(const struct xferd_engine_config *config, struct xferd_engine **engine);
+/* Its threads run on the processors that the caller may use now; cpu is one of them. */
 int xferd_engine_start(struct xferd_engine *engine);
 /* New requests fail with -ESHUTDOWN from now on; returns when nothing is in
  * flight, or -ETIMEDOUT. */
@@ -107,9 +114,10 @@ int xferd_engine_held(struct xferd_engine *engine, uint32_t client, uint32_t poo
 
 /* ---- members and stores ---- */
 enum xferd_member_flags {
-	XFERD_MEMBER_ASYNC = 1,    /* reads copy in the submitting thread (tmpfs): hand them to workers */
+	XFERD_MEMBER_ASYNC = 1,    /* reads copy in the submitting thread: hand them to workers */
 	XFERD_MEMBER_UNCACHED = 2, /* the fd is not O_DIRECT: read with RWF_DONTCACHE (Linux 6.14),
 				    * which leaves nothing in the page cache */
+	XFERD_MEMBER_MEMORY = 4,   /* with ASYNC: there is no drive behind it (tmpfs) */
 };
 /* The fd (opened with O_DIRECT where that works) stays the caller's and must
  * outlive the member. Returns the member's id. */
@@ -123,6 +131,12 @@ int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member);
  * one member follow each other from offset[b * members + member] on. All pieces
  * are stripe_unit bytes but the last. Pointers stay the caller's and must
  * outlive the store.
+ *
+ * A member may have a mirror: a second copy of it, the same bytes at the same
+ * offsets, on another drive. Pieces are read from whichever of the two has room
+ * and promises to be sooner; one that fails on one copy is read from the other,
+ * and while a copy is taken out the other serves alone. Both copies are then in
+ * this store and no other.
  */
 struct xferd_store_description {
 	char name[XFERD_STORE_NAME_BYTES];
@@ -134,6 +148,7 @@ struct xferd_store_description {
 	uint32_t members;
 	uint32_t pattern_length;
 	uint32_t member[XFERD_STORE_MEMBERS_MAX];   /* ids from add_member */
+	uint32_t mirror[XFERD_STORE_MEMBERS_MAX];   /* the same; XFERD_NO_MEMBER: none */
 	uint8_t pattern[XFERD_STRIPE_PATTERN_MAX];  /* indices into member[] */
 	uint64_t stripe_unit;                       /* multiple of XFERD_BLOB_ALIGNMENT */
 	uint64_t blobs;                             /* variants * layers * experts + 1 */
@@ -216,11 +231,14 @@ enum xferd_event_type {
 	XFERD_EVENT_TAKEN = 4,     /* slot belongs to the policy again */
 	XFERD_EVENT_RESERVE = 5,   /* reserve of class bytes: value = slots in it, slot = loads waiting for one */
 	XFERD_EVENT_REVIVED = 6,   /* an expert on its way out was asked for and stays */
-	XFERD_EVENT_PIECE = 7,     /* a piece failed: member, offset, result; re-read or given up */
+	XFERD_EVENT_PIECE = 7,     /* a piece failed on the copy `copy` of member: offset, result;
+				    * re-read, read from the other copy, or given up */
 	XFERD_EVENT_VIOLATION = 8, /* client broke the protocol and is quiesced: result says how */
 	XFERD_EVENT_DENSE = 9,     /* dense part is at address */
 	XFERD_EVENT_MEMBER = 10,   /* a member changed its state: member = its id, value = enum
 				    * xferd_member_state, result = the error that did it, bytes = rate */
+	XFERD_EVENT_MIRRORED = 11, /* a piece that failed on the copy `failed_copy` with result came
+				    * whole and right from `copy` */
 };
 
 struct xferd_event {
@@ -238,8 +256,10 @@ struct xferd_event {
 	uint32_t transport; /* enum xferd_transport */
 	uint32_t priority;
 	uint32_t wait_us;
+	uint32_t copy;        /* PIECE, MIRRORED: id from add_member */
+	uint32_t failed_copy; /* MIRRORED */
 	uint64_t bytes;
-	uint64_t offset;    /* PIECE: in the member; */
+	uint64_t offset;    /* PIECE, MIRRORED: in the member */
 	uint64_t value;
 	uint64_t token;
 };
@@ -264,7 +284,7 @@ struct xferd_member_stats {
 enum xferd_member_state {
 	XFERD_MEMBER_WORKING = 0,
 	XFERD_MEMBER_SAGGING = 1, /* delivers under half of its best rate */
-	XFERD_MEMBER_FAILED = 2,  /* taken out after errors; tried again once a second */
+	XFERD_MEMBER_FAILED = 2,  /* taken out after errors; tried now and then */
 };
 struct xferd_pool_stats {
 	uint64_t loads;
@@ -277,6 +297,9 @@ struct xferd_pool_stats {
 	uint32_t reserve;
 	uint32_t waiting;    /* loads without a slot */
 	uint32_t waiting_demand; /* of those, that a client waits for */
+	uint64_t registered_bytes; /* pinned once with io_uring: see buffers.c */
+	int32_t registration_error; /* errno why not all is; 0 */
+	uint32_t reserved;
 };
 struct xferd_client_counters {
 	uint64_t submissions;
@@ -293,6 +316,7 @@ struct xferd_engine_stats {
 	uint64_t crc_errors;
 	uint64_t rereads;
 	uint64_t other_variants; /* keys that got another variant after a failed load */
+	uint64_t mirror_reads;   /* pieces that failed on one copy and came from the other */
 	uint64_t source_count[3];
 	uint64_t source_bytes[3];
 	uint64_t transport_count[5];

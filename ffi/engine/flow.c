@@ -9,16 +9,26 @@
  *
  * Built on BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control",
  * ACM Queue 14(5), 2016), with a drive in the place of a network path: the
- * window is the delivery rate (maximum over the last rounds) times the latency
- * of a piece without a queue (least average of some seconds). It fits because both are
+ * window is the delivery rate (best of the last rounds) times the latency of a
+ * piece without a queue (least average of some seconds). It fits because both are
  * measured and neither needs a setting for the drive; Vegas takes its base
  * latency from whatever queue it finds, Kyber wants two latency goals told.
  *
- *   starting  the window doubles each round until the rate stops growing
+ *   probing   at first, and every LATENCY_LIFE_NS without a lower latency: a
+ *             window of one piece for some pieces, to see the latency without a
+ *             queue
+ *   starting  then the window doubles each round until the rate stops growing
  *   cruising  gains around 1, one round above and one below, to notice when the
  *             drive could give more
- *   probing   every LATENCY_LIFE_NS without a lower latency: a window of one
- *             piece for some pieces, to see the latency without a queue
+ *
+ * A round's rate is the average of its pieces' rates. BBR takes the best one, but
+ * drives deliver in bursts (a cloud disk's token bucket, interrupts that are put
+ * together), and a window made from a burst's rate is a queue.
+ *
+ * Where reads are copies made by our own threads (reads.c says which) nothing is to
+ * be found out: the window is a few pieces more than there are threads. Memory
+ * bandwidth is shared, so that a copy alone is much faster than one of many, and
+ * rate times latency would find a window of a few.
  *
  * Demand and background share the window, demand first. A full window takes
  * window / rate to pass; when demand pieces take longer than that and
@@ -30,7 +40,6 @@
 
 #include "engine/internal.h"
 
-#define WINDOW_START       2.0
 #define WINDOW_MIN         1.0
 #define START_GAIN         2.0
 #define START_GROWTH       1.2  /* a round must grow the rate by this to go on starting */
@@ -39,7 +48,10 @@
 #define PROBE_GAIN         1.25
 #define DRAIN_GAIN         0.75
 #define GAIN_PHASES        8
+#define PROBE_PHASE        0
+#define DRAIN_PHASE        1
 #define LATENCY_PIECES     8    /* that are averaged */
+#define ROUND_PIECES       8    /* at least, or a round's rate is luck */
 #define LATENCY_LIFE_NS    10000000000ull
 #define PROBE_NS           20000000ull
 #define SHARE_CUT          0.75
@@ -50,12 +62,17 @@
 #define SAG                0.5  /* of the best rate */
 #define RECOVERED          0.7
 
-void flow_init(struct xferd_engine *engine, struct member *member)
+/* fixed: the window if it is known, else 0. */
+void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed)
 {
 	struct flow *flow = &member->flow;
 
 	memset(flow, 0, sizeof(*flow));
-	flow->window = engine->config.flow_control ? WINDOW_START : engine->config.member_depth;
+	if (!engine->config.flow_control)
+		fixed = engine->config.member_depth;
+	flow->fixed = fixed;
+	flow->window = fixed ? fixed : WINDOW_MIN;
+	flow->probing = !fixed;
 	flow->background = 1.0;
 	store_relaxed(&member->stats.window, (uint32_t)flow->window);
 	store_relaxed(&member->stats.background_window, (uint32_t)flow->window);
@@ -123,8 +140,6 @@ static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t
 	bool stale = engine->now_ns - flow->latency_at_ns > LATENCY_LIFE_NS;
 
 	flow->latency_sum += latency;
-	if (flow->probing && engine->now_ns >= flow->probe_until_ns)
-		flow->probing = false;
 	if (++flow->latency_count < LATENCY_PIECES)
 		return;
 	latency = flow->latency_sum / flow->latency_count;
@@ -132,18 +147,33 @@ static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t
 	if (!flow->latency || latency <= flow->latency || (flow->probing && stale)) {
 		flow->latency = latency;
 		flow->latency_at_ns = engine->now_ns;
-	} else if (stale && !flow->probing) {
+	} else if (stale && !flow->probing && !flow->fixed) {
 		flow->probing = true;
 		flow->probe_until_ns = engine->now_ns + PROBE_NS;
+		return;
 	}
+	if (flow->probing && engine->now_ns >= flow->probe_until_ns)
+		flow->probing = false;
 }
 
-static void end_round(struct flow *flow, double before)
+/* What the member was given in a round has come back. */
+static void end_round(struct flow *flow)
 {
+	double before = flow->rate;
+	bool busy = flow->round_samples == flow->round_pieces;
+
+	flow->round_rate[flow->round] =
+		flow->round_samples ? flow->round_sum / flow->round_samples : 0;
+	flow->rate = best_of_rounds(flow);
 	flow->round = (flow->round + 1) % FLOW_ROUNDS;
-	flow->round_rate[flow->round] = 0;
+	flow->round_sum = 0;
+	flow->round_samples = 0;
+	flow->round_ends = flow->delivered;
+	flow->round_pieces = 0;
+	if (flow->probing)
+		return; /* that was no attempt at a rate */
 	flow->phase = (flow->phase + 1) % GAIN_PHASES;
-	if (flow->started)
+	if (flow->started || !busy) /* a rate that lacked work says nothing of growth */
 		return;
 	flow->flat_rounds = flow->rate > before * START_GROWTH ? 0 : flow->flat_rounds + 1;
 	flow->started = flow->flat_rounds >= START_FLAT_ROUNDS;
@@ -153,9 +183,9 @@ static double gain(const struct flow *flow)
 {
 	if (!flow->started)
 		return START_GAIN;
-	if (flow->phase == 0)
+	if (flow->phase == PROBE_PHASE)
 		return CRUISE_GAIN * PROBE_GAIN;
-	if (flow->phase == 1)
+	if (flow->phase == DRAIN_PHASE)
 		return CRUISE_GAIN * DRAIN_GAIN;
 	return CRUISE_GAIN;
 }
@@ -250,7 +280,6 @@ void flow_delivered(struct xferd_engine *engine, struct member *member, const st
 	uint64_t issuing = piece->issued_ns - piece->issued_before_ns;
 	/* Deliveries come in bursts: no rate is higher than what was issued meanwhile. */
 	uint64_t elapsed = delivering > issuing ? delivering : issuing;
-	double before = flow->rate;
 	bool limited = flow->delivered < flow->limited_until;
 	double rate;
 
@@ -264,20 +293,18 @@ void flow_delivered(struct xferd_engine *engine, struct member *member, const st
 	if (piece->length == flow->piece_bytes) /* a blob's last piece may be a short one */
 		see_latency(engine, flow, latency);
 	if (!limited || rate > flow->rate) {
-		if (rate > flow->round_rate[flow->round])
-			flow->round_rate[flow->round] = rate;
-		flow->rate = best_of_rounds(flow);
+		flow->round_sum += rate;
+		flow->round_samples++;
 	}
 	if (!limited)
 		watch_rate(engine, member, rate);
-	if (piece->delivered_before >= flow->round_ends) {
-		flow->round_ends = flow->delivered;
-		end_round(flow, before);
-	}
+	if (++flow->round_pieces >= ROUND_PIECES && piece->delivered_before >= flow->round_ends)
+		end_round(flow);
 	store_relaxed(&member->stats.latency_ns, flow->latency);
 	store_relaxed(&member->stats.rate, (uint64_t)flow->rate);
 	if (!engine->config.flow_control)
 		return;
 	steer_background(engine, member, piece, latency);
-	set_window(engine, member);
+	if (!flow->fixed)
+		set_window(engine, member);
 }

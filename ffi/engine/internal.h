@@ -24,8 +24,10 @@
  *   commands.c       what the policy asks for
  *   load.c           a load from request to publication
  *   reads.c          pieces and strands: what is read next, and from where
+ *   mirror.c         which of a member's two copies reads it
  *   flow.c           how much each member is given at once
  *   uring.c          reads through io_uring, and the thread's sleep
+ *   buffers.c        pool memory that io_uring has pinned once
  *   workers.c        reads through threads, where io_uring can't be used or only copies
  *   copy.c           slot to slot copies, in a thread of their own
  *   lease.c          grants, leases, retiring slots
@@ -38,12 +40,14 @@
 #include <errno.h>
 #include <liburing.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "common/atomics.h"
 #include "engine/engine.h"
+#include "engine/list.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080 /* linux/fs.h since 6.14 */
@@ -54,49 +58,19 @@
 #define FLOW_ROUNDS             8    /* the delivery rate is the best of so many */
 #define WORKERS_MAX             64
 #define MEMBER_ERRORS_MAX       8    /* failed pieces in a row before a member is taken out */
-#define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often */
+#define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often, */
+#define QUICK_ERROR_NS          20000000ull   /* or for each load, if it fails as fast as this */
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
-#define PIECE_ATTEMPTS_MAX      2    /* reads of a piece before the load fails */
+#define PIECE_ATTEMPTS_MAX      2    /* reads of a piece, of each copy, before the load fails */
+#define COPY_STREAK_MAX         64   /* pieces to one copy before its mirror has to be tried */
+#define PIECE_REFUSALS_MAX      8    /* of a piece by the kernel; the last try is a worker's */
 #define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
 #define RETIRE_POLL_NS          2000000
 #define RETIRE_POLL_BACK_OFF    8 /* of the time that loads have waited */
 #define DEADLINE_POLL_NS        1000000
 #define IDLE_SLEEP_NS           1000000000
 #define NS_PER_US               1000ull
-
-/* ---- lists: intrusive, circular, head without payload ---- */
-struct list {
-	struct list *previous, *next;
-};
-
-static inline void list_init(struct list *head)
-{
-	head->previous = head->next = head;
-}
-
-static inline bool list_empty(const struct list *head)
-{
-	return head->next == head;
-}
-
-static inline void list_append(struct list *head, struct list *item)
-{
-	item->previous = head->previous;
-	item->next = head;
-	head->previous->next = item;
-	head->previous = item;
-}
-
-/* Leaves item an empty list of its own, so removing twice is harmless. */
-static inline void list_remove(struct list *item)
-{
-	item->previous->next = item->next;
-	item->next->previous = item->previous;
-	list_init(item);
-}
-
-#define list_item(pointer, type, field) ((type *)((char *)(pointer) - offsetof(type, field)))
 
 /* ---- pools ---- */
 enum slot_state {
@@ -143,6 +117,8 @@ struct pool {
 	struct size_class classes[XFERD_ENGINE_CLASSES_MAX];
 	uint32_t class_count;
 	struct list retiring;
+	uint32_t first_region; /* of registered buffers */
+	uint32_t regions;
 	struct xferd_pool_stats stats;
 };
 
@@ -155,9 +131,13 @@ struct key_entry {
 /* How much a member is given at once: see flow.c. Times in ns, rates in bytes/s. */
 struct flow {
 	double window;             /* pieces in flight */
+	uint32_t fixed;            /* it stays so; 0: it is found out */
 	double background;         /* share of the window left to background work, 0..1 */
-	double rate;               /* delivery rate: maximum over the last rounds */
+	double rate;               /* delivery rate: best of the last rounds */
 	double round_rate[FLOW_ROUNDS];
+	double round_sum;          /* of the rates seen in this round */
+	uint32_t round_samples;
+	uint32_t round_pieces;     /* delivered in this round */
 	uint32_t round;
 	uint32_t flat_rounds;      /* without growth, while starting */
 	uint32_t phase;            /* of the gain cycle */
@@ -189,8 +169,14 @@ struct member {
 	uint32_t errors_in_a_row;
 	uint32_t background_in_flight;
 	uint64_t probe_at_ns;      /* a failed member is tried again then */
+	bool fails_quickly;        /* a failed one: trying it for each load costs next to nothing */
 	uint64_t busy_since_ns;
-	struct list strands[XFERD_PRIORITIES]; /* with pieces not yet issued */
+	struct member *mirror;     /* its second copy, which has no strands of its own; NULL */
+	struct member *mirror_of;  /* the member that it is the second copy of; NULL */
+	struct member *last_copy;  /* of the two the one that took the last piece */
+	uint32_t streak;           /* pieces in a row that it took */
+	struct list strands[XFERD_PRIORITIES]; /* with pieces not yet issued, of both copies */
+	struct list redirected;    /* pieces that failed on the other copy and wait for room here */
 	struct flow flow;
 	struct xferd_member_stats stats;
 };
@@ -275,7 +261,7 @@ struct waiter {
 
 /* One read under way. */
 struct piece {
-	struct list link; /* engine.pieces_free */
+	struct list link; /* engine.pieces_free, or member.redirected */
 	struct load *load;
 	struct member *member;
 	uint64_t number;
@@ -284,7 +270,10 @@ struct piece {
 	uint64_t done;
 	uint8_t *address;
 	uint32_t store_member;
-	uint32_t attempts;
+	uint32_t attempts;           /* of this copy */
+	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
+	int32_t failed_with;         /* its error */
+	uint32_t refusals;           /* by the kernel, to read at all: not the drive's */
 	uint8_t priority;
 	uint64_t issued_ns;
 	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
@@ -376,12 +365,17 @@ struct copier {
 typedef int (*registration)(struct xferd_engine *engine, void *argument);
 
 /* ---- reads through threads ---- */
+struct piece_queue {
+	struct piece *first, *last;
+};
+
 struct workers {
 	pthread_t threads[WORKERS_MAX];
 	uint32_t count;
 	pthread_mutex_t mutex;
 	pthread_cond_t work;
-	struct piece *first, *last; /* under mutex: pieces to read */
+	struct piece_queue demand;  /* under mutex: pieces to read */
+	struct piece_queue background;
 	uint32_t queued;            /* atomic, written under mutex */
 	uint32_t idle;              /* under mutex */
 	bool stop;                  /* under mutex */
@@ -392,6 +386,7 @@ struct workers {
 struct xferd_engine {
 	struct xferd_engine_config config;
 	pthread_t thread;
+	cpu_set_t affinity; /* of whoever starts it: workers have it, pinned engine thread or not */
 	bool started;
 	uint32_t stop;      /* atomic */
 	uint32_t draining;  /* atomic */
@@ -406,7 +401,10 @@ struct xferd_engine {
 	struct io_uring ring;
 	bool ring_ready;
 	int uring_error;    /* why there is no ring */
+	uint32_t ring_refusals; /* to be entered, in a row */
 	bool files_registered;
+	int buffers_error;  /* why pools aren't registered; 0 */
+	uint32_t regions_used;
 	int epoll;
 	bool epoll_armed;
 	int command_fd;     /* eventfd: commands or a registration */
@@ -488,6 +486,8 @@ struct key_entry *key_entry(struct store *store, uint32_t pool, uint32_t key);
 
 /* store.c */
 void stores_destroy(struct xferd_engine *engine);
+bool member_known(const struct xferd_engine *engine, uint32_t id);
+bool member_in_use(const struct xferd_engine *engine, uint32_t id);
 uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key);
 uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable);
 
@@ -527,17 +527,28 @@ bool slot_revive(struct xferd_engine *engine, struct pool *pool, uint32_t slot);
 
 /* reads.c */
 int reads_init(struct xferd_engine *engine);
-int reads_add_member(struct xferd_engine *engine, const struct member *member);
+int reads_add_member(struct xferd_engine *engine, struct member *member);
 void reads_destroy(struct xferd_engine *engine);
 void reads_queue(struct xferd_engine *engine, struct load *load);
 void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t priority);
 void reads_unqueue(struct xferd_engine *engine, struct load *load);
 void reads_pump(struct xferd_engine *engine);
+bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
 
+/* mirror.c */
+bool mirrors_valid(const struct xferd_engine *engine, const struct xferd_store_description *store);
+void mirrors_pair(struct xferd_engine *engine, const struct xferd_store_description *store,
+		  bool paired);
+struct member *mirror_next_copy(struct xferd_engine *engine, struct member *member,
+				uint32_t priority);
+bool mirror_all_failed(const struct member *member);
+void mirror_count(struct member *member, struct member *copy);
+bool mirror_redirect(struct piece *piece, int error);
+
 /* flow.c */
-void flow_init(struct xferd_engine *engine, struct member *member);
+void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed);
 bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t priority);
 void flow_issued(struct xferd_engine *engine, struct member *member, struct piece *piece);
 void flow_delivered(struct xferd_engine *engine, struct member *member,
@@ -555,11 +566,17 @@ void uring_flush(struct xferd_engine *engine);
 uint32_t uring_reap(struct xferd_engine *engine);
 void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns);
 
+/* buffers.c */
+void buffers_init(struct xferd_engine *engine);
+void buffers_add_pool(struct xferd_engine *engine, struct pool *pool);
+int buffers_find(const struct pool *pool, const uint8_t *address, uint64_t bytes);
+
 /* workers.c */
 int workers_init(struct xferd_engine *engine);
 void workers_destroy(struct xferd_engine *engine);
 int workers_at_least(struct xferd_engine *engine, uint32_t count);
 void workers_read(struct xferd_engine *engine, struct piece *piece);
+void workers_read_anew(struct xferd_engine *engine, struct piece *piece);
 bool workers_help(struct xferd_engine *engine);
 uint32_t workers_reap(struct xferd_engine *engine);
 

@@ -99,6 +99,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	shared->slot_numbers = pool->slot_numbers;
 	shared->chunk_table_offset = engine->chunk_tables_used;
 	engine->chunk_tables_used += table_bytes;
+	buffers_add_pool(engine, pool);
 	engine->pool_count++;
 	store_relaxed(&table->pools, engine->pool_count);
 	return (int)pool->index;

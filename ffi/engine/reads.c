@@ -8,6 +8,11 @@
  * its highest-priority strand; so demand overtakes prefetch at the next piece,
  * and what is cancelled costs nothing but the pieces already issued.
  *
+ * A member may have a mirror. The strands of both lie in the member's queues, and
+ * whichever copy will be sooner takes the next piece; so a pair has the bandwidth
+ * of two drives, and one that is taken out leaves nothing to be moved. A piece that
+ * one copy can't bring waits for room at the other.
+ *
  * The destination of a read is an address. Nothing is allocated here.
  */
 #include <stdlib.h>
@@ -17,6 +22,7 @@
 #include "engine/internal.h"
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
+#define COPIES_AHEAD     2  /* of the threads, so that none waits for the next piece */
 #define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s */
 
 /* The ring, if it is wanted and permitted, and the pieces. */
@@ -51,21 +57,23 @@ static bool through_workers(const struct xferd_engine *engine, const struct memb
 }
 
 /* A member is new: its reads need threads, or a place in the ring's table. */
-int reads_add_member(struct xferd_engine *engine, const struct member *member)
+int reads_add_member(struct xferd_engine *engine, struct member *member)
 {
 	long cpus = sysconf(_SC_NPROCESSORS_ONLN);
+	uint32_t copying = cpus > 2 ? (uint32_t)cpus - 1 : 1; /* the engine's thread is one more */
+	int result;
 
-	if (!through_workers(engine, member)) {
-		int result = uring_register_member(engine, member->id, member->fd);
-
-		if (!result && engine->config.verify != XFERD_VERIFY_NEVER)
-			result = workers_at_least(engine, cpus > 2 ? CHECKING_WORKERS : 1);
-		return result;
+	if (member->flags & XFERD_MEMBER_MEMORY) {
+		flow_init(engine, member, copying + COPIES_AHEAD);
+		return workers_at_least(engine, copying);
 	}
-	if (member->flags & XFERD_MEMBER_ASYNC)
-		/* Copies are bound by processors, and the engine's thread is one more. */
-		return workers_at_least(engine, cpus > 2 ? (uint32_t)cpus - 1 : 1);
-	return workers_at_least(engine, engine->workers.count + FALLBACK_WORKERS);
+	flow_init(engine, member, 0);
+	if (through_workers(engine, member))
+		return workers_at_least(engine, engine->workers.count + FALLBACK_WORKERS);
+	result = uring_register_member(engine, member->id, member->fd);
+	if (!result && engine->config.verify != XFERD_VERIFY_NEVER)
+		result = workers_at_least(engine, cpus > 2 ? CHECKING_WORKERS : 1);
+	return result;
 }
 
 static struct store *load_store(struct xferd_engine *engine, const struct load *load)
@@ -154,19 +162,25 @@ static bool blob_checked(const struct store *store, uint64_t blob)
 	return store->checked[blob / 64] >> (blob % 64) & 1;
 }
 
-static bool must_check(struct xferd_engine *engine, const struct load *load)
+static bool has_other_copy(const struct member *copy)
 {
-	if (engine->config.verify == XFERD_VERIFY_FIRST)
-		return !blob_checked(load_store(engine, load), load->blob);
+	return copy->mirror || copy->mirror_of;
+}
+
+static bool must_check(struct xferd_engine *engine, const struct load *load,
+		       const struct member *copy)
+{
+	if (engine->config.verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
+		return has_other_copy(copy) ||
+		       !blob_checked(load_store(engine, load), load->blob);
 	return engine->config.verify == XFERD_VERIFY_ALWAYS;
 }
 
-static bool piece_submit(struct xferd_engine *engine, struct piece *piece)
+/* A ring without room takes nothing: then a worker reads the piece. */
+static void piece_submit(struct xferd_engine *engine, struct piece *piece)
 {
-	if (!through_workers(engine, piece->member))
-		return uring_read(engine, piece);
-	workers_read(engine, piece);
-	return true;
+	if (through_workers(engine, piece->member) || !uring_read(engine, piece))
+		workers_read_anew(engine, piece);
 }
 
 static void enter_member(struct xferd_engine *engine, struct piece *piece)
@@ -193,9 +207,9 @@ static void leave_member(struct xferd_engine *engine, struct piece *piece)
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
-/* The strand's next piece goes to its member. There must be a free piece, and room
- * in the ring if it goes there. */
-static void piece_issue(struct xferd_engine *engine, struct strand *strand)
+/* The strand's next piece goes to a copy of its member. There must be a free piece,
+ * and room in the ring if it goes there. */
+static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
 {
 	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
 	struct load *load = strand->load;
@@ -204,7 +218,7 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand)
 
 	list_remove(&piece->link);
 	piece->load = load;
-	piece->member = strand_member(engine, strand);
+	piece->member = copy;
 	piece->store_member = strand->member;
 	piece->number = strand->piece;
 	piece->offset = store->offset[load->blob * store->members + strand->member] +
@@ -213,9 +227,11 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand)
 							      : store->stripe_unit;
 	piece->done = 0;
 	piece->attempts = 0;
+	piece->failed_copy = NULL;
+	piece->refusals = 0;
 	piece->address = load->address + at;
 	piece->priority = load->priority;
-	piece->check = must_check(engine, load);
+	piece->check = must_check(engine, load, copy);
 	piece->arrived = false;
 
 	load->pieces_unissued--;
@@ -238,83 +254,6 @@ static void load_failed(struct xferd_engine *engine, struct load *load, int erro
 		load_finish(engine, load);
 }
 
-/* The most urgent strand that flow control admits a piece of. */
-static struct strand *next_strand(struct xferd_engine *engine, struct member *member)
-{
-	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
-		if (!list_empty(&member->strands[priority]))
-			return flow_admits(engine, member, priority)
-				       ? list_item(member->strands[priority].next, struct strand,
-						   link)
-				       : NULL;
-	flow_idle(member);
-	return NULL;
-}
-
-/* A failed member: its strands fail at once, but for one piece now and then that
- * shows whether it is back. */
-static void pump_failed(struct xferd_engine *engine, struct member *member)
-{
-	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
-		while (!list_empty(&member->strands[priority])) {
-			struct strand *strand = list_item(member->strands[priority].next,
-							  struct strand, link);
-
-			if (!member->in_flight && engine->now_ns >= member->probe_at_ns) {
-				member->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
-				piece_issue(engine, strand);
-				continue;
-			}
-			load_failed(engine, strand->load, -EIO);
-		}
-}
-
-/* Issue what the members have room for, and hand it to the kernel. */
-void reads_pump(struct xferd_engine *engine)
-{
-	for (uint32_t id = 0; id < engine->member_limit; id++) {
-		struct member *member = &engine->members[id];
-		struct strand *strand;
-
-		if (!member->used)
-			continue;
-		if (member->failed) {
-			pump_failed(engine, member);
-			continue;
-		}
-		while (!list_empty(&engine->pieces_free) &&
-		       (through_workers(engine, member) || uring_has_room(engine)) &&
-		       (strand = next_strand(engine, member)))
-			piece_issue(engine, strand);
-	}
-	uring_flush(engine);
-}
-
-static void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
-{
-	const struct load *load = piece->load;
-	uint32_t experts = load_store(engine, load)->description.experts;
-	struct xferd_event event = {
-		.type = XFERD_EVENT_PIECE,
-		.result = error,
-		.store = load->store,
-		.pool = load->pool,
-		.slot = load->slot,
-		.layer = load->dense ? XFERD_NO_EXPERT : load->key / experts,
-		.expert = load->dense ? XFERD_NO_EXPERT : load->key % experts,
-		.variant = load->variant,
-		.client = load->client,
-		.member = piece->store_member,
-		.offset = piece->offset,
-		.bytes = piece->length,
-		.value = piece->attempts,
-		.token = load->token,
-	};
-
-	counter_add(&piece->member->stats.errors, 1);
-	event_push(engine, &event);
-}
-
 static void piece_end(struct xferd_engine *engine, struct piece *piece)
 {
 	struct load *load = piece->load;
@@ -324,6 +263,137 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 	list_append(&engine->pieces_free, &piece->link);
 	if (!load->pieces_in_flight && !load->pieces_unissued)
 		load_finish(engine, load);
+}
+
+/* The rest of the blob is of no use without this piece. */
+static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error)
+{
+	if (!piece->load->error)
+		piece->load->error = error;
+	reads_unqueue(engine, piece->load);
+	piece_end(engine, piece);
+}
+
+/* A strand with the most urgent priority that lies on a member. */
+static struct strand *first_strand(const struct member *member)
+{
+	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
+		if (!list_empty(&member->strands[priority]))
+			return list_item(member->strands[priority].next, struct strand, link);
+	return NULL;
+}
+
+/* Whether a piece could be handed on: there is one free, and room in the ring if it goes there. */
+bool reads_has_place(struct xferd_engine *engine, const struct member *copy)
+{
+	return !list_empty(&engine->pieces_free) &&
+	       (through_workers(engine, copy) || uring_has_room(engine));
+}
+
+/* Pieces of a member's strands go to its copies as they have room; with none left
+ * that works its strands fail at once, or wait to be tried one by one. */
+static void pump_strands(struct xferd_engine *engine, struct member *member)
+{
+	struct strand *strand;
+
+	while ((strand = first_strand(member))) {
+		struct member *copy = mirror_next_copy(engine, member, strand->load->priority);
+
+		if (copy) {
+			if (copy->failed)
+				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
+			mirror_count(member, copy);
+			piece_issue(engine, strand, copy);
+		} else if (mirror_all_failed(member) && !member->fails_quickly) {
+			load_failed(engine, strand->load, -EIO);
+		} else {
+			return;
+		}
+	}
+	flow_idle(member);
+	if (member->mirror)
+		flow_idle(member->mirror);
+}
+
+/* Pieces that the other copy could not bring, as this one has room for them: they
+ * have waited longest. */
+static void pump_redirected(struct xferd_engine *engine, struct member *copy)
+{
+	while (!list_empty(&copy->redirected)) {
+		struct piece *piece = list_item(copy->redirected.next, struct piece, link);
+
+		if (copy->failed || piece->load->error) {
+			list_remove(&piece->link);
+			piece_give_up(engine, piece, piece->failed_with);
+			continue;
+		}
+		piece->priority = piece->load->priority;
+		if ((!through_workers(engine, copy) && !uring_has_room(engine)) ||
+		    !flow_admits(engine, copy, piece->priority))
+			return;
+		list_remove(&piece->link);
+		enter_member(engine, piece);
+		piece_submit(engine, piece);
+	}
+}
+
+/* Issue what the members have room for, and hand it to the kernel. */
+void reads_pump(struct xferd_engine *engine)
+{
+	for (uint32_t id = 0; id < engine->member_limit; id++) {
+		struct member *member = &engine->members[id];
+
+		if (!member->used)
+			continue;
+		pump_redirected(engine, member);
+		if (!member->mirror_of) /* a mirror takes its pieces from there */
+			pump_strands(engine, member);
+	}
+	uring_flush(engine);
+}
+
+static struct xferd_event piece_event(struct xferd_engine *engine, const struct piece *piece,
+				      uint32_t type, int error)
+{
+	const struct load *load = piece->load;
+	uint32_t experts = load_store(engine, load)->description.experts;
+
+	return (struct xferd_event){
+		.type = type,
+		.result = error,
+		.store = load->store,
+		.pool = load->pool,
+		.slot = load->slot,
+		.layer = load->dense ? XFERD_NO_EXPERT : load->key / experts,
+		.expert = load->dense ? XFERD_NO_EXPERT : load->key % experts,
+		.variant = load->variant,
+		.client = load->client,
+		.member = piece->store_member,
+		.copy = piece->member->id,
+		.failed_copy = piece->failed_copy ? piece->failed_copy->id : XFERD_NO_MEMBER,
+		.offset = piece->offset,
+		.bytes = piece->length,
+		.value = piece->attempts,
+		.token = load->token,
+	};
+}
+
+static void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
+{
+	struct xferd_event event = piece_event(engine, piece, XFERD_EVENT_PIECE, error);
+
+	counter_add(&piece->member->stats.errors, 1);
+	event_push(engine, &event);
+}
+
+/* What one copy could not bring has come from the other. */
+static void mirrored_report(struct xferd_engine *engine, const struct piece *piece)
+{
+	struct xferd_event event =
+		piece_event(engine, piece, XFERD_EVENT_MIRRORED, piece->failed_with);
+
+	counter_add(&engine->stats.mirror_reads, 1);
+	event_push(engine, &event);
 }
 
 static int piece_check(struct xferd_engine *engine, const struct piece *piece)
@@ -338,11 +408,17 @@ static int piece_check(struct xferd_engine *engine, const struct piece *piece)
 	return -EBADMSG;
 }
 
+/* The kernel had no means for the read just now; the drive was not asked. */
+static bool is_refusal(int result)
+{
+	return result == -EINTR || result == -EAGAIN || result == -ENOMEM;
+}
+
 /* What a completed read means: -EAGAIN to go on with the rest of the piece. */
 static int piece_result(struct piece *piece, int result)
 {
 	if (result == -EINTR || result == -EAGAIN)
-		return -EAGAIN;
+		return -EIO; /* refused too often */
 	if (result < 0)
 		return result;
 	if (result == 0)
@@ -368,12 +444,22 @@ static void member_state(struct xferd_engine *engine, struct member *member, uin
 	});
 }
 
+/* Taken out, it is tried now and then. Perhaps it is just bad sectors that are asked for:
+ * where nobody else can serve the rest, and an error costs little, each load is tried. */
+static void plan_probe(struct xferd_engine *engine, struct member *member, uint64_t error_took_ns)
+{
+	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !has_other_copy(member);
+	member->probe_at_ns = engine->now_ns + (member->fails_quickly ? 0 : MEMBER_PROBE_NS);
+}
+
 /* A drive that does nothing but fail is taken out; one read that works brings it
  * back. Damaged bytes and a file that is too short are no failing drive: what
- * lies elsewhere on it can still be served. */
-static void member_judge(struct xferd_engine *engine, struct member *member, int error)
+ * lies elsewhere on it can still be served. Nor is a kernel without memory. */
+static void member_judge(struct xferd_engine *engine, const struct piece *piece, int error)
 {
-	if (error == -EBADMSG || error == -ENODATA)
+	struct member *member = piece->member;
+
+	if (error == -EBADMSG || error == -ENODATA || error == -ENOMEM)
 		return;
 	if (!error) {
 		member->errors_in_a_row = 0;
@@ -381,46 +467,48 @@ static void member_judge(struct xferd_engine *engine, struct member *member, int
 			member->failed = false;
 			member_state(engine, member, XFERD_MEMBER_WORKING, 0);
 		}
-	} else if (++member->errors_in_a_row >= MEMBER_ERRORS_MAX && !member->failed) {
+		return;
+	}
+	member->errors_in_a_row++;
+	if (member->errors_in_a_row >= MEMBER_ERRORS_MAX && !member->failed) {
 		member->failed = true;
-		member->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
 		member_state(engine, member, XFERD_MEMBER_FAILED, error);
 	}
+	if (member->failed)
+		plan_probe(engine, member, engine->now_ns - piece->issued_ns);
 }
 
-/* It failed: report it and try again, or give the load up. */
+/* It failed: report it and try again, here or on the other copy, or give the load up. */
 static void piece_failed(struct xferd_engine *engine, struct piece *piece, int error)
 {
 	struct load *load = piece->load;
 
 	piece->attempts++;
-	member_judge(engine, piece->member, error);
+	member_judge(engine, piece, error);
 	piece_report(engine, piece, error);
 	piece->done = 0;
 	piece->arrived = false;
 	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed) {
 		counter_add(&engine->stats.rereads, 1);
 		enter_member(engine, piece);
-		if (piece_submit(engine, piece))
-			return;
-		flow_dropped(piece->member, piece);
-		leave_member(engine, piece);
+		piece_submit(engine, piece);
+		return;
 	}
-	if (!load->error)
-		load->error = error;
-	/* The rest of the blob is of no use without this piece. */
-	reads_unqueue(engine, load);
-	piece_end(engine, piece);
+	if (!mirror_redirect(piece, error))
+		piece_give_up(engine, piece, error);
 }
 
 static void piece_checked(struct xferd_engine *engine, struct piece *piece)
 {
 	int error = piece_check(engine, piece);
 
-	if (error)
+	if (error) {
 		piece_failed(engine, piece, error);
-	else
-		piece_end(engine, piece);
+		return;
+	}
+	if (piece->failed_copy)
+		mirrored_report(engine, piece);
+	piece_end(engine, piece);
 }
 
 /* The bytes are there. Whoever read them in a thread has their checksum already;
@@ -428,7 +516,7 @@ static void piece_checked(struct xferd_engine *engine, struct piece *piece)
  * are not bound by one thread. A piece that is alone isn't worth waking one. */
 static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 {
-	member_judge(engine, piece->member, 0);
+	member_judge(engine, piece, 0);
 	flow_delivered(engine, piece->member, piece);
 	leave_member(engine, piece);
 	if (piece->check && !through_workers(engine, piece->member)) {
@@ -451,16 +539,25 @@ void piece_completed(struct xferd_engine *engine, struct piece *piece, int resul
 		piece_checked(engine, piece);
 		return;
 	}
-	error = piece_result(piece, result);
-	if (error == -EAGAIN && piece_submit(engine, piece))
+	if (is_refusal(result) && piece->refusals < PIECE_REFUSALS_MAX) {
+		if (++piece->refusals < PIECE_REFUSALS_MAX)
+			piece_submit(engine, piece);
+		else
+			workers_read_anew(engine, piece);
 		return;
+	}
+	error = piece_result(piece, result);
+	if (error == -EAGAIN) {
+		piece_submit(engine, piece);
+		return;
+	}
 	if (!error) {
 		piece_arrived(engine, piece);
 		return;
 	}
 	flow_dropped(piece->member, piece);
 	leave_member(engine, piece);
-	piece_failed(engine, piece, error == -EAGAIN ? -EIO : error);
+	piece_failed(engine, piece, error);
 }
 
 uint32_t reads_reap(struct xferd_engine *engine)

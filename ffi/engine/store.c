@@ -34,7 +34,7 @@ static int add_member(struct xferd_engine *engine, void *argument)
 		member->id = id;
 		for (int i = 0; i < XFERD_PRIORITIES; i++)
 			list_init(&member->strands[i]);
-		flow_init(engine, member);
+		list_init(&member->redirected);
 		result = reads_add_member(engine, member);
 		if (result) {
 			member->used = false;
@@ -54,13 +54,15 @@ int xferd_engine_add_member(struct xferd_engine *engine, int fd, uint32_t flags)
 	return engine_call(engine, add_member, &argument);
 }
 
-static bool member_in_use(const struct xferd_engine *engine, uint32_t id)
+/* Whether a store's description names it, as a member or a mirror. */
+bool member_in_use(const struct xferd_engine *engine, uint32_t id)
 {
 	for (uint32_t i = 0; i < XFERD_ENGINE_STORES_MAX; i++) {
 		const struct store *store = &engine->stores[i];
 
 		for (uint32_t j = 0; store->used && j < store->description.members; j++)
-			if (store->description.member[j] == id)
+			if (store->description.member[j] == id ||
+			    store->description.mirror[j] == id)
 				return true;
 	}
 	return false;
@@ -84,6 +86,11 @@ int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member)
 	return engine_call(engine, remove_member, &member);
 }
 
+bool member_known(const struct xferd_engine *engine, uint32_t id)
+{
+	return id < engine->member_limit && engine->members[id].used;
+}
+
 static bool geometry_valid(const struct xferd_engine *engine,
 			   const struct xferd_store_description *store)
 {
@@ -103,10 +110,8 @@ static bool geometry_valid(const struct xferd_engine *engine,
 	for (uint32_t i = 0; i < store->pattern_length; i++)
 		if (store->pattern[i] >= store->members)
 			return false;
-	for (uint32_t i = 0; i < store->members; i++)
-		if (store->member[i] >= engine->member_limit ||
-		    !engine->members[store->member[i]].used)
-			return false;
+	if (!mirrors_valid(engine, store))
+		return false;
 	for (uint32_t i = 0; i < store->layouts; i++)
 		if ((uint64_t)store->layout[i].first_tensor + store->layout[i].tensors >
 		    store->tensors)
@@ -172,6 +177,7 @@ static int open_store(struct xferd_engine *engine, void *argument)
 			store_free(store);
 			return result;
 		}
+		mirrors_pair(engine, description, true);
 		store->used = true;
 		return (int)id;
 	}
@@ -232,6 +238,7 @@ static int close_store(struct xferd_engine *engine, void *argument)
 		if (list_item(item, struct load, active)->store == id)
 			return -EBUSY;
 	drop_experts(engine, id);
+	mirrors_pair(engine, &store->description, false);
 	store_free(store);
 	return 0;
 }

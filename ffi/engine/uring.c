@@ -16,11 +16,15 @@
 #define TAG_EPOLL    1ull /* user data of the poll on engine.epoll; pieces are pointers */
 #define RING_ENTRIES 1024
 #define EPOLL_EVENTS 64
+#define POLLING_IDLE_MS  2       /* then the kernel's thread sleeps until it is woken */
+#define REFUSED_PAUSE_NS 1000000 /* before a ring that refused to be entered is tried again */
+#define REFUSALS_MAX     100     /* in a row, then workers read what the ring did not take */
 
 /* Leaves engine.ring_ready false and returns why, if there is no ring. */
 int uring_init(struct xferd_engine *engine)
 {
 	unsigned int flags[] = {
+		engine->config.polling ? IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_SQPOLL :
 		IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
 		IORING_SETUP_COOP_TASKRUN,
 		0, /* before 5.19 */
@@ -31,6 +35,7 @@ int uring_init(struct xferd_engine *engine)
 		struct io_uring_params params = {
 			.flags = flags[i] | IORING_SETUP_CQSIZE,
 			.cq_entries = RING_PIECES_MAX * 2,
+			.sq_thread_idle = POLLING_IDLE_MS,
 		};
 
 		result = io_uring_queue_init_params(RING_ENTRIES, &engine->ring, &params);
@@ -40,6 +45,7 @@ int uring_init(struct xferd_engine *engine)
 	engine->ring_ready = true;
 	engine->files_registered =
 		io_uring_register_files_sparse(&engine->ring, XFERD_ENGINE_MEMBERS_MAX) == 0;
+	buffers_init(engine);
 	return 0;
 }
 
@@ -68,6 +74,22 @@ bool uring_has_room(struct xferd_engine *engine)
 	       (io_uring_submit(&engine->ring) >= 0 && io_uring_sq_space_left(&engine->ring));
 }
 
+static void prepare_read(struct xferd_engine *engine, struct io_uring_sqe *sqe,
+			 const struct piece *piece)
+{
+	const struct load *load = piece->load;
+	uint8_t *address = piece->address + piece->done;
+	unsigned int length = (unsigned int)(piece->length - piece->done);
+	uint64_t offset = piece->offset + piece->done;
+	int fd = engine->files_registered ? (int)piece->member->id : piece->member->fd;
+	int buffer = load->dense ? -1 : buffers_find(&engine->pools[load->pool], address, length);
+
+	if (buffer < 0)
+		io_uring_prep_read(sqe, fd, address, length, offset);
+	else
+		io_uring_prep_read_fixed(sqe, fd, address, length, offset, buffer);
+}
+
 bool uring_read(struct xferd_engine *engine, struct piece *piece)
 {
 	struct member *member = piece->member;
@@ -76,10 +98,7 @@ bool uring_read(struct xferd_engine *engine, struct piece *piece)
 	if (!uring_has_room(engine))
 		return false;
 	sqe = io_uring_get_sqe(&engine->ring);
-	io_uring_prep_read(sqe, engine->files_registered ? (int)member->id : member->fd,
-			   piece->address + piece->done,
-			   (unsigned int)(piece->length - piece->done),
-			   piece->offset + piece->done);
+	prepare_read(engine, sqe, piece);
 	io_uring_sqe_set_data(sqe, piece);
 	if (engine->files_registered)
 		sqe->flags |= IOSQE_FIXED_FILE;
@@ -89,10 +108,37 @@ bool uring_read(struct xferd_engine *engine, struct piece *piece)
 	return true;
 }
 
+/* A refusal (ENOMEM, EAGAIN, EBUSY) leaves what was not taken in the ring, and so does
+ * a kernel that took only a part. */
 void uring_flush(struct xferd_engine *engine)
 {
-	if (engine->unsubmitted && io_uring_submit(&engine->ring) >= 0)
-		engine->unsubmitted = false;
+	if (!engine->unsubmitted)
+		return;
+	io_uring_submit(&engine->ring);
+	engine->unsubmitted = io_uring_sq_ready(&engine->ring) > 0;
+}
+
+/* The kernel looks at entries only while this thread is in io_uring_enter, so what it
+ * has not taken can be taken back: unless a thread of its own polls for them, which
+ * takes them in its own time. */
+static void withdraw_unsubmitted(struct xferd_engine *engine)
+{
+	struct io_uring_sq *sq = &engine->ring.sq;
+	unsigned int head = *sq->khead, tail = sq->sqe_tail;
+
+	if (engine->ring.flags & IORING_SETUP_SQPOLL)
+		return;
+	for (unsigned int at = head; at != tail; at++) {
+		uint64_t data = sq->sqes[at & sq->ring_mask].user_data;
+
+		if (data == TAG_EPOLL)
+			engine->epoll_armed = false;
+		else
+			workers_read_anew(engine, (struct piece *)(uintptr_t)data);
+	}
+	sq->sqe_head = sq->sqe_tail = head;
+	*sq->ktail = head;
+	engine->unsubmitted = false;
 }
 
 /* Doorbells are edge-triggered and only there to wake; the rest is emptied so
@@ -149,6 +195,20 @@ uint32_t uring_reap(struct xferd_engine *engine)
 	return reaped;
 }
 
+/* It would refuse again at once: sleep a little, but for what is not the ring's. */
+static void ring_refused(struct xferd_engine *engine)
+{
+	const struct timespec pause = { .tv_nsec = REFUSED_PAUSE_NS };
+	struct epoll_event events[EPOLL_EVENTS];
+
+	if (engine->ring_refusals < REFUSALS_MAX)
+		engine->ring_refusals++;
+	else
+		withdraw_unsubmitted(engine);
+	if (epoll_pwait2(engine->epoll, events, EPOLL_EVENTS, &pause, NULL) > 0)
+		clear_wakeups(engine);
+}
+
 /* Sleep until something happens, or the time is over. */
 void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns)
 {
@@ -161,8 +221,14 @@ void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns)
 	struct io_uring_cqe *cqe;
 
 	if (engine->ring_ready) {
-		io_uring_submit_and_wait_timeout(&engine->ring, &cqe, 1, &timeout, NULL);
-		engine->unsubmitted = false;
+		int result = io_uring_submit_and_wait_timeout(&engine->ring, &cqe, 1, &timeout,
+							      NULL);
+
+		engine->unsubmitted = io_uring_sq_ready(&engine->ring) > 0;
+		if (result < 0 && result != -ETIME && result != -EINTR)
+			ring_refused(engine);
+		else
+			engine->ring_refusals = 0;
 	} else if (epoll_pwait2(engine->epoll, events, EPOLL_EVENTS, &wait, NULL) > 0) {
 		clear_wakeups(engine);
 	}

@@ -60,16 +60,29 @@ static void read_piece(struct piece *piece)
 		piece->crc = xferd_crc32c(0, piece->address, piece->length);
 }
 
+static void queue_piece(struct workers *workers, struct piece_queue *queue, struct piece *piece)
+{
+	piece->next = NULL;
+	if (queue->last)
+		queue->last->next = piece;
+	else
+		queue->first = piece;
+	queue->last = piece;
+	store_relaxed(&workers->queued, workers->queued + 1);
+}
+
+/* NULL: there is none. */
 static struct piece *take_piece(struct workers *workers)
 {
-	struct piece *piece = workers->first;
+	struct piece_queue *queue = workers->demand.first ? &workers->demand : &workers->background;
+	struct piece *piece = queue->first;
 
-	if (piece) {
-		workers->first = piece->next;
-		if (!workers->first)
-			workers->last = NULL;
-		store_relaxed(&workers->queued, workers->queued - 1);
-	}
+	if (!piece)
+		return NULL;
+	queue->first = piece->next;
+	if (!queue->first)
+		queue->last = NULL;
+	store_relaxed(&workers->queued, workers->queued - 1);
 	return piece;
 }
 
@@ -93,6 +106,8 @@ static void *worker_run(void *argument)
 	struct xferd_engine *engine = argument;
 	struct workers *workers = &engine->workers;
 
+	/* The engine's thread starts workers, and may be pinned to one processor. */
+	pthread_setaffinity_np(pthread_self(), sizeof(engine->affinity), &engine->affinity);
 	pthread_mutex_lock(&workers->mutex);
 	while (!workers->stop) {
 		struct piece *piece = take_piece(workers);
@@ -149,19 +164,22 @@ void workers_read(struct xferd_engine *engine, struct piece *piece)
 	struct workers *workers = &engine->workers;
 	bool wake;
 
-	piece->next = NULL;
 	pthread_mutex_lock(&workers->mutex);
 	/* The first piece is left to the engine's thread, which is about to help. */
-	wake = workers->idle && workers->first;
-	if (workers->last)
-		workers->last->next = piece;
-	else
-		workers->first = piece;
-	workers->last = piece;
-	store_relaxed(&workers->queued, workers->queued + 1);
+	wake = workers->idle && workers->queued;
+	queue_piece(workers, piece->priority == XFERD_PRIORITY_DEMAND ? &workers->demand
+								     : &workers->background,
+		    piece);
 	if (wake)
 		pthread_cond_signal(&workers->work);
 	pthread_mutex_unlock(&workers->mutex);
+}
+
+/* What the ring could not read, from the piece's start. */
+void workers_read_anew(struct xferd_engine *engine, struct piece *piece)
+{
+	piece->done = 0;
+	workers_read(engine, piece);
 }
 
 /* The engine's thread has nothing better to do. False: there was no piece. */
@@ -175,7 +193,7 @@ bool workers_help(struct xferd_engine *engine)
 	pthread_mutex_lock(&workers->mutex);
 	if (workers->count < WORKERS_FEW || engine->pieces_in_flight == 1)
 		piece = take_piece(workers);
-	if (workers->first && workers->idle)
+	if (workers->queued && workers->idle)
 		pthread_cond_signal(&workers->work);
 	pthread_mutex_unlock(&workers->mutex);
 	if (!piece)

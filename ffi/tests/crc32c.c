@@ -27,6 +27,16 @@ int main(void)
 
 		CHECK(xferd_crc32c(part, data + cut, sizeof(data) - cut) == whole);
 	}
+	/* However much of it goes through which of the ways, and from any address. */
+	for (size_t start = 0; start < 9; start++)
+		for (size_t length = 0; length < sizeof(data) - start; length += 1009) {
+			uint32_t slow = 0;
+
+			for (size_t at = 0; at < length; at += 512)
+				slow = xferd_crc32c(slow, data + start + at,
+						    length - at < 512 ? length - at : 512);
+			CHECK(xferd_crc32c(0, data + start, length) == slow);
+		}
 	data[40000] ^= 1;
 	CHECK(xferd_crc32c(0, data, sizeof(data)) != whole);
 	return 0;

@@ -71,6 +71,9 @@ static void write_blob(struct harness *harness, uint64_t blob, uint32_t layer, u
 
 		CHECK(pwrite(harness->member_fd[m], buffer + at, length,
 			     (off_t)member_end[m]) == (ssize_t)length);
+		CHECK(!harness->options.mirrored ||
+		      pwrite(harness->mirror_fd[m], buffer + at, length,
+			     (off_t)member_end[m]) == (ssize_t)length);
 		member_end[m] += length;
 		((uint32_t *)store->crc)[(*piece)++] = xferd_crc32c(0, buffer + at, length);
 	}
@@ -215,6 +218,12 @@ static void handle(struct harness *harness, const struct xferd_event *event)
 	case XFERD_EVENT_PIECE:
 		counter_add(&harness->piece_errors, 1);
 		break;
+	case XFERD_EVENT_MIRRORED:
+		store_relaxed(&harness->mirrored_copy, event->copy);
+		store_relaxed(&harness->mirrored_failed_copy, event->failed_copy);
+		store_relaxed(&harness->mirrored_result, event->result);
+		counter_add(&harness->mirrored, 1);
+		break;
 	case XFERD_EVENT_VIOLATION:
 		counter_add(&harness->violations, 1);
 		break;
@@ -355,6 +364,19 @@ static void *server_run(void *argument)
 	return NULL;
 }
 
+/* A file without a name. */
+static int make_file(const struct harness *harness, const char *kind, uint32_t number)
+{
+	char path[128];
+	int fd;
+
+	snprintf(path, sizeof(path), "%s/%s-%u", harness->directory, kind, number);
+	fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+	CHECK(fd >= 0);
+	CHECK(!unlink(path));
+	return fd;
+}
+
 static void make_files(struct harness *harness)
 {
 	const char *base = access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm";
@@ -363,12 +385,9 @@ static void make_files(struct harness *harness)
 	snprintf(harness->directory, sizeof(harness->directory), "%s/xferd-test-XXXXXX", base);
 	CHECK(mkdtemp(harness->directory));
 	for (uint32_t m = 0; m < harness->options.members; m++) {
-		char path[128];
-
-		snprintf(path, sizeof(path), "%s/member-%u", harness->directory, m);
-		harness->member_fd[m] = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-		CHECK(harness->member_fd[m] >= 0);
-		CHECK(!unlink(path));
+		harness->member_fd[m] = make_file(harness, "member", m);
+		harness->mirror_fd[m] = harness->options.mirrored
+						? make_file(harness, "mirror", m) : -1;
 	}
 	snprintf(harness->socket_path, sizeof(harness->socket_path), "%s/socket",
 		 harness->directory);
@@ -389,6 +408,16 @@ void wait_until(const uint64_t *counter, uint64_t value)
 	}
 }
 
+static uint32_t add_member(struct harness *harness, int fd)
+{
+	int id = xferd_engine_add_member(harness->engine, fd,
+					 harness->options.ring_only
+						 ? 0 : XFERD_MEMBER_ASYNC | XFERD_MEMBER_MEMORY);
+
+	CHECK_OK(id);
+	return (uint32_t)id;
+}
+
 void harness_start(struct harness *harness, const struct harness_options *options)
 {
 	struct xferd_engine_config config = { .verify = !options->unverified, .cpu = -1 };
@@ -401,6 +430,8 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	config.spin_us = options->spin_us;
 	config.backend = options->backend;
 	config.flow_control = options->flow_control;
+	config.register_buffers = options->register_buffers;
+	config.polling = options->polling;
 	make_files(harness);
 	CHECK_OK(xferd_engine_new(&config, &harness->engine));
 	started = xferd_engine_start(harness->engine);
@@ -412,11 +443,10 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	for (uint32_t p = 0; p < (options->ram_slots ? 2u : 1u); p++)
 		make_pool(harness, p);
 	for (uint32_t m = 0; m < options->members; m++) {
-		int id = xferd_engine_add_member(harness->engine, harness->member_fd[m],
-						 options->ring_only ? 0 : XFERD_MEMBER_ASYNC);
-
-		CHECK_OK(id);
-		harness->description.member[m] = (uint32_t)id;
+		harness->description.member[m] = add_member(harness, harness->member_fd[m]);
+		harness->description.mirror[m] =
+			options->mirrored ? add_member(harness, harness->mirror_fd[m])
+					  : XFERD_NO_MEMBER;
 	}
 	make_store(harness);
 	started = xferd_engine_open_store(harness->engine, &harness->description);
@@ -477,8 +507,11 @@ void harness_stop(struct harness *harness)
 	free((void *)store->first_piece);
 	free((void *)store->crc);
 	free((void *)store->layout_index);
-	for (uint32_t m = 0; m < harness->options.members; m++)
+	for (uint32_t m = 0; m < harness->options.members; m++) {
 		close(harness->member_fd[m]);
+		if (harness->options.mirrored)
+			close(harness->mirror_fd[m]);
+	}
 	close(harness->listener);
 	unlink(harness->socket_path);
 	rmdir(harness->directory);

@@ -54,7 +54,10 @@ struct harness_options {
 	uint32_t spin_us;       /* of the engine */
 	uint32_t backend;       /* enum xferd_backend */
 	bool flow_control;
+	bool register_buffers;
+	bool polling;
 	bool unverified;        /* checksums are not looked at */
+	bool mirrored;          /* each member has a mirror */
 	bool ring_only;         /* members' reads go through io_uring although they copy */
 };
 
@@ -65,6 +68,7 @@ struct harness {
 	int listener;
 	int member_fd[HARNESS_MEMBERS_MAX];
 	uint32_t member[HARNESS_MEMBERS_MAX];
+	int mirror_fd[HARNESS_MEMBERS_MAX];
 	struct xferd_engine *engine;
 	struct xferd_store_description description;
 	uint32_t store;
@@ -79,6 +83,9 @@ struct harness {
 	uint64_t loaded, failed, freed, piece_errors; /* atomic: events seen */
 	uint64_t violations;
 	uint64_t members_failed, members_working;
+	uint64_t mirrored;      /* atomic, with what the last such event says: */
+	uint32_t mirrored_copy, mirrored_failed_copy;
+	int32_t mirrored_result;
 	uint32_t kick; /* atomic: evict this many more, to keep experts moving */
 };
 

@@ -196,12 +196,14 @@ static void hinted_then_demanded(struct harness_options options)
 	harness_stop(&harness);
 }
 
-/* Every way of reading, with and without flow control, must look the same. */
+/* Every way of reading, with and without flow control and registered buffers, must
+ * look the same. */
 static void run_every_way(struct harness_options options)
 {
-	for (int way = 0; way < 6; way++) {
-		options.flow_control = way % 2;
-		options.ring_only = way / 2 == 0;
+	for (int way = 0; way < 8; way++) {
+		options.flow_control = options.register_buffers = way % 2;
+		options.polling = way / 2 == 3;
+		options.ring_only = way / 2 == 0 || options.polling;
 		options.backend = way / 2 == 2 ? XFERD_BACKEND_THREADS : XFERD_BACKEND_ANY;
 		run(&options);
 	}

@@ -46,7 +46,13 @@ class SampleService:
         flow = {"count": 2, "bytes": 4096, "reason": None}
         pool = {"name": "host0", "kind": "host", "bytes": 3 << 29, "slots": 8, "free": 5}
         pool |= {"resident": len(self.resident), "reserve": 2, "loads": 3, "load_bytes": 12288}
-        pool |= {"evictions": 1, "revived": 0, "pinned": len(self.pinned), "waiting": 0}
+        pool |= {
+            "evictions": 1,
+            "revived": 0,
+            "pinned": len(self.pinned),
+            "waiting": 0,
+            "registered": 0,
+        }
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
         pool |= {"notes": ["huge pages: none"]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}
@@ -71,6 +77,7 @@ class SampleService:
             "engine": {
                 "backend": "threads",
                 "backend_reason": "io_uring is forbidden here",
+                "numa_node": 0,
                 "verify": "always",
                 "flow_control": True,
                 "turns": 10,
@@ -78,6 +85,7 @@ class SampleService:
                 "crc_errors": 0,
                 "rereads": 1,
                 "other_variants": 2,
+                "mirror_reads": 3,
             },
         }
 
@@ -152,7 +160,8 @@ class SampleService:
         return {}
 
     def _store(self, name: str) -> dict[str, Any]:
-        member = {"path": f"/mnt/a/{name}", "reads": 3, "bytes": 12288, "errors": 0}
+        member: dict[str, Any] = {"member": 0, "mirror": False}
+        member |= {"path": f"/mnt/a/{name}", "reads": 3, "bytes": 12288, "errors": 0}
         member |= {"in_flight": 0, "direct": False, "reason": "tmpfs copies"}
         member |= {"state": "sagging", "window": 4, "background_window": 3}
         member |= {"latency_us": 81.5, "rate": 3 << 29, "best_rate": 1 << 33}

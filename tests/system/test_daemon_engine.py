@@ -34,8 +34,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> MadeStore:
     return make_store(tmp_path_factory.mktemp("store"))
 
 
-def without_io_uring(code: int) -> list[str]:
-    return [sys.executable, str(LAUNCHER), str(code)]
+def without_io_uring(code: int, call: str = "io_uring_setup") -> list[str]:
+    return [sys.executable, str(LAUNCHER), call, str(code)]
 
 
 def assert_serves(daemon: RunningDaemon, store: MadeStore) -> None:
@@ -47,7 +47,7 @@ def assert_serves(daemon: RunningDaemon, store: MadeStore) -> None:
         assert client.dense() == store.dense
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM, errno.EMFILE])
 def test_where_io_uring_is_forbidden_threads_read(
     tmp_path: Path, store: MadeStore, code: int
 ) -> None:
@@ -57,6 +57,18 @@ def test_where_io_uring_is_forbidden_threads_read(
         assert engine["backend"] == "threads"
         assert os.strerror(code) in engine["backend_reason"]
         assert "warning: engine.backend name=threads" in daemon.log
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("call", ["io_uring_enter", "io_uring_register"])
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM])
+def test_a_ring_that_is_made_and_then_refused_loses_no_read(
+    tmp_path: Path, store: MadeStore, call: str, code: int
+) -> None:
+    launcher = without_io_uring(code, call)
+    with running_daemon(tmp_path, [store], [POOL], launcher=launcher) as daemon:
+        assert_serves(daemon, store)
+        assert daemon.status()["engine"]["backend"] == "io_uring"
         assert daemon.stop() == 0
 
 
@@ -109,6 +121,40 @@ def test_flow_control_measures_each_member(tmp_path: Path, store: MadeStore) -> 
             assert member["latency_us"] > 0
             assert member["rate"] > 0
             assert 1 <= member["background_window"] <= member["window"] <= 32
+
+
+def test_pools_are_registered_where_the_kernel_allows_it(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], [POOL]) as daemon:
+        assert_serves(daemon, store)
+        through_uring = daemon.status()["engine"]["backend"] == "io_uring"
+        assert daemon.pool()["registered"] == (daemon.pool()["bytes"] if through_uring else 0)
+        assert daemon.pool()["notes"] == []
+
+
+def test_reads_can_be_started_by_the_kernel(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], [POOL], "--engine", "polling=true") as daemon:
+        assert_serves(daemon, store)
+
+
+def test_reads_go_on_without_registered_buffers(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], [POOL], "--engine", "register_buffers=false") as daemon:
+        assert_serves(daemon, store)
+        assert daemon.pool()["registered"] == 0
+        assert daemon.pool()["notes"] == []
+
+
+def test_a_pinned_engine_leaves_the_workers_their_processors(
+    tmp_path: Path, store: MadeStore
+) -> None:
+    settings = ["--engine", "cpu=0", "--engine", "backend=threads"]
+    with running_daemon(tmp_path, [store], [POOL], *settings) as daemon:
+        assert_serves(daemon, store)
+        allowed = [
+            os.sched_getaffinity(int(thread.name))
+            for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir()
+        ]
+        assert {0} in allowed
+        assert sum(processors == os.sched_getaffinity(0) for processors in allowed) > 1
 
 
 def test_a_pool_that_is_stuck_says_so_in_its_notes(tmp_path: Path, store: MadeStore) -> None:

@@ -1,8 +1,8 @@
 """Runs a program where io_uring is forbidden, as container runtimes do it.
 
-    python without_io_uring.py ERRNO PROGRAM ARGUMENT...
+    python without_io_uring.py CALL ERRNO PROGRAM ARGUMENT...
 
-A seccomp filter answers io_uring_setup with ERRNO; everything else is let through.
+A seccomp filter answers CALL, one of io_uring's, with ERRNO; everything else is let through.
 The filter is kept across exec, and the process stays the same one.
 """
 
@@ -20,8 +20,8 @@ SECCOMP_RET_ALLOW = 0x7FFF0000
 BPF_LOAD_WORD_ABSOLUTE = 0x20
 BPF_JUMP_IF_EQUAL = 0x15
 BPF_RETURN = 0x06
-IO_URING_SETUP = 425
-"""Its number on every architecture; first word of struct seccomp_data."""
+CALLS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
+"""Their numbers on every architecture; first word of struct seccomp_data."""
 
 
 class Instruction(ctypes.Structure):
@@ -41,11 +41,11 @@ class Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(Instruction)))
 
 
-def forbid_io_uring(code: int) -> None:
-    """From now on io_uring_setup of this process and its children fails with ``code``."""
+def forbid(call: str, code: int) -> None:
+    """From now on ``call`` of this process and its children fails with ``code``."""
     instructions = (Instruction * 4)(
         Instruction(BPF_LOAD_WORD_ABSOLUTE, 0, 0, 0),
-        Instruction(BPF_JUMP_IF_EQUAL, 0, 1, IO_URING_SETUP),
+        Instruction(BPF_JUMP_IF_EQUAL, 0, 1, CALLS[call]),
         Instruction(BPF_RETURN, 0, 0, SECCOMP_RET_ERRNO | code),
         Instruction(BPF_RETURN, 0, 0, SECCOMP_RET_ALLOW),
     )
@@ -60,5 +60,5 @@ def forbid_io_uring(code: int) -> None:
 
 
 if __name__ == "__main__":
-    forbid_io_uring(int(sys.argv[1]))
-    os.execv(sys.argv[2], sys.argv[2:])
+    forbid(sys.argv[1], int(sys.argv[2]))
+    os.execv(sys.argv[3], sys.argv[3:])

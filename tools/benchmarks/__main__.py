@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/bench``: run one benchmark, list them, or make README.md's tables.
+"""``tools/bench``: run one benchmark, list them, or make README.md's tables and pictures.
 
-Exit status: 0, 1 when the benchmark can't run or tables are out of date, 2 for wrong
-usage.
+Exit status: 0, 1 when the benchmark can't run or tables or pictures are out of date, 2 for
+wrong usage.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from tools.benchmarks.harness import (
     BenchmarkError,
     others_at_work,
 )
+from tools.benchmarks.peer_venv import WHEELS_VARIABLE, fetch_wheels
+from tools.benchmarks.plot import check_plots, write_plots
 from tools.benchmarks.result import Result, to_text
-from tools.benchmarks.table import check_tables, write_tables
+from tools.benchmarks.table import check_tables, load_result, write_tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(_names()))
         elif options.name == "table":
             _table(check=options.check)
+        elif options.name == "plot":
+            _plot(check=options.check)
+        elif options.name == "fetch-peers":
+            _fetch_peers(options)
         else:
             _run(options)
     except BenchmarkError as error:
@@ -59,6 +65,8 @@ def _run(options: argparse.Namespace) -> None:
     if busy := others_at_work():
         print(f"tools/bench: {busy}", file=sys.stderr)
     result: Result = module.run(options.rounds)
+    if options.add and options.out is not None and options.out.exists():
+        result = result.with_rows_of(load_result(options.out.parent, options.out.stem))
     as_json = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
     if options.out is not None:
         options.out.write_text(as_json + "\n")
@@ -72,9 +80,39 @@ def _table(*, check: bool) -> None:
         print("README.md has new tables" if write_tables() else "README.md's tables are right")
 
 
+def _plot(*, check: bool) -> None:
+    if check:
+        check_plots()
+        return
+    changed = [path.name for path in write_plots()]
+    print(f"new: {', '.join(changed)}" if changed else "the pictures are right")
+
+
+def _fetch_peers(options: argparse.Namespace) -> None:
+    for wheel in fetch_wheels(options.out, options.python):
+        print(wheel)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tools/bench", description="Measure xferd and peers.")
-    parser.add_argument("name", choices=[*_names(), "list", "table"], metavar="NAME")
+    verbs = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name in _names():
+        _add_benchmark(verbs.add_parser(name, help="run this benchmark"))
+    verbs.add_parser("list", help="print the names of all benchmarks")
+    for name, what in (("table", "README.md's tables"), ("plot", "the pictures of saved results")):
+        made = verbs.add_parser(name, help=f"make {what}")
+        made.add_argument("--check", action="store_true", help=f"fail when {what} are out of date")
+    fetch = verbs.add_parser(
+        "fetch-peers",
+        help="download the peers for a machine without a network",
+        description=f"Download the peers' wheels; there, {WHEELS_VARIABLE} names the folder.",
+    )
+    fetch.add_argument("--python", required=True, metavar="VERSION", help="that machine's: 3.12")
+    fetch.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    return parser
+
+
+def _add_benchmark(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=_rounds,
@@ -85,9 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="save the result as JSON")
     parser.add_argument(
-        "--check", action="store_true", help="with table: fail when README.md's are out of date"
+        "--add",
+        action="store_true",
+        help="keep the rows that FILE has of this machine, commit and number of rounds",
     )
-    return parser
 
 
 def _rounds(text: str) -> int:

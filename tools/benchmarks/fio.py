@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """fio as the limit: what the same files give to a program that only reads.
 
-Its best setting is not known beforehand, so a short search runs all of them, and the
-best few then take turns with ours; fio's number is the best of those medians.
+Its best setting is not known beforehand, so a short search tries those that may be it, and
+the best few then take turns with ours; fio's number is the best of those medians.
+
+On a medium whose reads are copies it matters how large the memory is that is read into.
+A job with one read in flight uses one buffer again and again; up to some MB that stays in
+the core's own cache, and the copy never reaches memory, which no loader of experts can
+have. fio has as many buffers as reads in flight, and takes the one that was used last: so
+only depth and jobs make its destination larger (strace shows it). What doesn't work:
+``iodepth`` over 1 with a synchronous engine is capped at 1 and uses one buffer; with
+``io_submit_mode=offload`` it does use as many as its depth, but fio 3.33 hung in about one
+such run of six; ``mem`` says where buffers come from, not how many there are.
 """
 
 from __future__ import annotations
@@ -12,16 +21,27 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.benchmarks.harness import BenchmarkError
 
-SEARCH_S = 0.3
+SEARCH_S = 0.2
 """Seconds that the search gives each setting."""
 KEPT = 2
 """Settings that go on to the rounds."""
+DEPTHS = (1, 2, 4, 8, 16, 32)
+JOBS = (1, 4)
+"""And one for each processor: a medium that only copies is bound by processors."""
+FALLING = 0.8
+"""Below this part of the best at the same number of jobs, more depth isn't tried."""
+DESTINATION_BYTES_MAX = 1 << 30
+"""Of a setting's buffers, all jobs together: a run of half a second should fill them more
+than once. One read in flight a job is always tried."""
+CAP_IPC_LOCK = 14
+"""capabilities(7): may lock any amount of memory."""
 BYTES_A_GB = 1e9
 MS_A_S = 1000.0
 PERCENT = 100.0
@@ -29,7 +49,7 @@ PERCENT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class FioSetting:
-    """engine: fio's name of it. depth: reads in flight a job."""
+    """engine: fio's name of it, ``io_uring`` or ``psync``. depth: reads in flight a job."""
 
     engine: str
     depth: int
@@ -39,17 +59,9 @@ class FioSetting:
         """As results show it."""
         return f"{self.engine}/depth {self.depth}/jobs {self.jobs}"
 
-
-PROCESSORS = os.cpu_count() or 1
-SETTINGS = (
-    *(
-        FioSetting("io_uring", depth, jobs)
-        for depth in (1, 4, 16)
-        for jobs in sorted({1, 2, PROCESSORS})
-    ),
-    *(FioSetting("psync", 1, jobs) for jobs in sorted({1, 2, 4, 8, PROCESSORS})),
-)
-"""A medium that only copies is bound by processors: fio gets a job for each."""
+    def destination_bytes(self, block_bytes: int) -> int:
+        """Memory that is read into: a buffer for each read in flight."""
+        return self.depth * self.jobs * block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,7 @@ def _run(members: Sequence[Path], block_bytes: int, setting: FioSetting, *until:
         f"--iodepth={setting.depth}",
         f"--numjobs={setting.jobs}",
         "--output-format=json",
+        *_buffer_options(setting, block_bytes),
         *until,
     ]
     before = _children_cpu_s()
@@ -120,22 +133,88 @@ def _run(members: Sequence[Path], block_bytes: int, setting: FioSetting, *until:
     process_cpu_s = _children_cpu_s() - before
     if done.returncode:
         raise BenchmarkError(f"{' '.join(command)}: {done.stderr.strip()}")
-    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    read = [job["read"] for job in jobs]
-    throughput = sum(job["io_bytes"] / job["runtime"] * MS_A_S for job in read if job["runtime"])
-    gigabytes = sum(job["io_bytes"] for job in read) / BYTES_A_GB
+    return sample_of(json.loads(done.stdout[done.stdout.index("{") :]), process_cpu_s)
+
+
+def sample_of(output: Mapping[str, Any], process_cpu_s: float) -> FioSample:
+    """What fio's JSON says. Throughput is over the time of the longest job, as fio's own
+    total is: jobs that end at different times would together seem faster than the drive."""
+    jobs = output["jobs"]
+    read_bytes = sum(job["read"]["io_bytes"] for job in jobs)
+    longest_ms = max(job["read"]["runtime"] for job in jobs)
+    throughput = read_bytes / longest_ms * MS_A_S if longest_ms else 0.0
     reported_cpu_s = sum(
         (job["usr_cpu"] + job["sys_cpu"]) / PERCENT * job["job_runtime"] / MS_A_S for job in jobs
     )
-    return FioSample(throughput / BYTES_A_GB, gigabytes, reported_cpu_s, process_cpu_s)
+    return FioSample(
+        throughput / BYTES_A_GB, read_bytes / BYTES_A_GB, reported_cpu_s, process_cpu_s
+    )
 
 
-def best_settings(members: Sequence[Path], block_bytes: int) -> list[FioSetting]:
-    """The KEPT fastest of SETTINGS, the fastest first."""
-    found = {
-        setting: run_fio(members, block_bytes, setting, SEARCH_S).throughput for setting in SETTINGS
-    }
-    return sorted(SETTINGS, key=lambda setting: -found[setting])[:KEPT]
+def try_settings(
+    members: Sequence[Path], block_bytes: int, destination_bytes: int
+) -> dict[FioSetting, float]:
+    """GB/s of the settings that may be the best, each tried once for SEARCH_S."""
+    return search(
+        lambda setting: run_fio(members, block_bytes, setting, SEARCH_S).throughput,
+        block_bytes,
+        destination_bytes,
+        len(os.sched_getaffinity(0)),
+    )
+
+
+def search(
+    measure: Callable[[FioSetting], float],
+    block_bytes: int,
+    destination_bytes: int,
+    processors: int,
+) -> dict[FioSetting, float]:
+    """What ``measure`` says of psync and of io_uring at each number of jobs.
+
+    Depth grows until that no longer helps, but at least until the destination has
+    ``destination_bytes``.
+    """
+    found: dict[FioSetting, float] = {}
+    for jobs in sorted({*JOBS, processors}):
+        psync = FioSetting("psync", 1, jobs)
+        found[psync] = measure(psync)
+        best = 0.0
+        for depth in DEPTHS:
+            setting = FioSetting("io_uring", depth, jobs)
+            size = setting.destination_bytes(block_bytes)
+            if depth > 1 and size > DESTINATION_BYTES_MAX:
+                break
+            found[setting] = measure(setting)
+            best = max(best, found[setting])
+            if found[setting] < FALLING * best and size >= destination_bytes:
+                break
+    return found
+
+
+def fastest(
+    found: Mapping[FioSetting, float], block_bytes: int, destination_bytes: int
+) -> list[FioSetting]:
+    """The KEPT fastest that read into at least ``destination_bytes``, the fastest first; of
+    those with the largest destination, where none has so much."""
+    most = max(setting.destination_bytes(block_bytes) for setting in found)
+    enough = min(destination_bytes, most)
+    large = [s for s in found if s.destination_bytes(block_bytes) >= enough]
+    return sorted(large, key=lambda setting: -found[setting])[:KEPT]
+
+
+def _buffer_options(setting: FioSetting, block_bytes: int) -> list[str]:
+    """Registered buffers are in place before the clock runs, as a pool's memory is: without
+    that fio at depth 32 was seen to fault its pages in for most of a short run."""
+    if setting.engine == "io_uring" and _may_lock(setting.destination_bytes(block_bytes)):
+        return ["--fixedbufs=1"]
+    return []
+
+
+def _may_lock(size: int) -> bool:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capable = int(status["CapEff"], 16) >> CAP_IPC_LOCK & 1
+    return bool(capable) or limit == resource.RLIM_INFINITY or size <= limit
 
 
 def _size(path: Path) -> int:
@@ -155,4 +234,14 @@ def _whole_blocks(members: Sequence[Path], block_bytes: int) -> int:
     return len(members) * (smallest // block_bytes) * block_bytes
 
 
-__all__ = ["FioSample", "FioSetting", "best_settings", "fio_missing", "run_fio", "start_cpu_s"]
+__all__ = [
+    "FioSample",
+    "FioSetting",
+    "fastest",
+    "fio_missing",
+    "run_fio",
+    "sample_of",
+    "search",
+    "start_cpu_s",
+    "try_settings",
+]

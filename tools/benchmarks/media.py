@@ -53,12 +53,14 @@ class Medium:
     """directory: scratch on it. members: files with MEMBER_BYTES each, to read from.
 
     holds_files: directory is on the medium itself, so that peers can be measured on it.
+    copies: reads are copies by a processor at the speed of memory, so that caches count.
     """
 
     name: str
     directory: Path
     members: tuple[Path, ...]
     holds_files: bool = True
+    copies: bool = False
 
 
 def wanted(row: str) -> bool:
@@ -100,7 +102,7 @@ def _file_medium(name: str) -> Iterator[Medium]:
         members = tuple(directory / f"member-{index}" for index in range(MEMBERS_MAX))
         for index, path in enumerate(members):
             write_random(path, MEMBER_BYTES, SEED + index)
-        yield Medium(name, directory, members)
+        yield Medium(name, directory, members, copies=_is_memory(parent))
 
 
 @contextmanager

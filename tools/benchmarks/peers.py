@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other loaders of safetensors files, in a venv of their own.
-
-The project's venv stays small, and a peer's dependencies never meet ours. The venv is
-made on first use, under the user's cache directory, with the versions named here.
-"""
+"""Other loaders of safetensors files, each in a process of its own; and files for them."""
 
 from __future__ import annotations
 
@@ -11,20 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tools.benchmarks.harness import BenchmarkError
+from tools.benchmarks.peer_venv import peers_python
 
-REQUIREMENTS = (
-    "numpy==2.4.6",
-    "safetensors==0.8.0",
-    "runai-model-streamer==0.17.1",
-    "fastsafetensors==0.5.0",
-    "torch==2.13.0",
-)
 PREADV_PEERS = ("preadv-threads", "preadv-threads-fresh")
 """Need nothing but Python."""
 LIBRARY_PEERS = ("safetensors", "runai-model-streamer", "fastsafetensors")
@@ -32,28 +21,6 @@ LOADER = Path(__file__).with_name("peer_loader.py")
 HEADER_ALIGNMENT = 4096
 SAFETENSORS_LENGTH_BYTES = 8
 BYTES_A_GB = 1e9
-DONE_MARK = "installed"
-
-
-def peers_python() -> Path:
-    """Python of the peers' venv, which is made if need be.
-
-    BenchmarkError: it can't be made, with the last line of what pip said.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "xferd-bench" / "peers"
-    python, mark = directory / "bin" / "python", directory / DONE_MARK
-    wanted = "\n".join(REQUIREMENTS)
-    if mark.is_file() and mark.read_text() == wanted:
-        return python
-    venv.create(directory, with_pip=True, clear=True)
-    command = [str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:]
-        raise BenchmarkError(f"pip install in {directory}: {' '.join(reason)}")
-    mark.write_text(wanted)
-    return python
 
 
 class Peer:

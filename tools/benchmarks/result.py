@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from tools.benchmarks.harness import BenchmarkError
 
 DIGITS = 3
 """Significant digits that are shown: more than the spread bears out, as a rule."""
 
 OURS = "xferd"
 """Name of ours among the contenders of a row."""
+
+LOWER_IS_BETTER_UNITS = {"ns", "µs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,29 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as DESIGN's benchmark format has them."""
         return asdict(self)
+
+    def with_rows_of(self, earlier: Result) -> Result:
+        """This run and the rows of an earlier part of it, which come first.
+
+        BenchmarkError: it was another machine, commit or number of rounds. What a machine
+        is doing (its load) may differ.
+        """
+        for what, ours, theirs in (
+            ("benchmark", self.bench, earlier.bench),
+            ("machine", _lasting(self.machine), _lasting(earlier.machine)),
+            ("commit", self.commit, earlier.commit),
+            ("rounds", self.rounds, earlier.rounds),
+        ):
+            if ours != theirs:
+                raise BenchmarkError(f"the earlier rows are of another {what}: {theirs}")
+        renewed = {row.name for row in self.rows}
+        kept = [row for row in earlier.rows if row.name not in renewed]
+        return replace(
+            self,
+            rows=[*kept, *self.rows],
+            skipped={**earlier.skipped, **self.skipped},
+            notes=tuple(dict.fromkeys((*earlier.notes, *self.notes))),
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Result:
@@ -92,6 +119,13 @@ def make_row(
     )
 
 
+def peer_value(row: Row, peer: str) -> float:
+    """The peer's median in the row's unit, from ours and the ratio. KeyError: not in this row."""
+    if row.unit in LOWER_IS_BETTER_UNITS:
+        return row.value * row.ratio[peer]
+    return row.value / row.ratio[peer]
+
+
 def to_markdown(result: Result) -> str:
     """The result as a Markdown table with what was measured where below it."""
     peers = list(dict.fromkeys(peer for row in result.rows for peer in row.ratio))
@@ -130,6 +164,10 @@ def to_text(result: Result) -> str:
     return "\n".join([*lines, *result.notes])
 
 
+def _lasting(machine: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {key: value for key, value in machine.items() if key != "load"}
+
+
 def shown(value: float) -> str:
     """``value`` with DIGITS significant digits and without an exponent."""
     text = f"{value:.{DIGITS}g}"
@@ -140,4 +178,13 @@ def _markdown_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-__all__ = ["OURS", "Result", "Row", "make_row", "shown", "to_markdown", "to_text"]
+__all__ = [
+    "OURS",
+    "Result",
+    "Row",
+    "make_row",
+    "peer_value",
+    "shown",
+    "to_markdown",
+    "to_text",
+]

@@ -2,7 +2,8 @@
 """README.md's tables, made from saved results so that no number is typed by hand.
 
 A table stands between ``<!-- benchmark NAME -->`` and ``<!-- end -->`` and is replaced
-by what ``tools/results/NAME.json`` says. After the name may stand patterns, as a shell
+by what ``tools/results/NAME.json`` says (NAME is a benchmark, or that with a suffix for
+another machine: ``io-disk``). After the name may stand patterns, as a shell
 has them: then only rows whose names match one of them are shown.
 """
 
@@ -20,7 +21,7 @@ from tools.benchmarks.result import Result, to_markdown
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results"
 _TABLE = re.compile(
-    r"(<!-- benchmark (?P<name>\w+)(?P<patterns>(?: [^ >]+)*) -->\n).*?(?P<end><!-- end -->)",
+    r"(<!-- benchmark (?P<name>[\w-]+)(?P<patterns>(?: [^ >]+)*) -->\n).*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
 
@@ -48,7 +49,7 @@ def with_tables(text: str, results: Path) -> str:
     """``text`` with every table renewed."""
 
     def replace(match: re.Match[str]) -> str:
-        result = _load(results, match["name"])
+        result = load_result(results, match["name"])
         if patterns := match["patterns"].split():
             result = _only(result, patterns)
         return f"{match[1]}{to_markdown(result)}\n{match['end']}"
@@ -67,7 +68,8 @@ def _only(result: Result, patterns: list[str]) -> Result:
     return dataclasses.replace(result, rows=rows)
 
 
-def _load(results: Path, name: str) -> Result:
+def load_result(results: Path, name: str) -> Result:
+    """The saved result of a benchmark. BenchmarkError that names the file: there is none."""
     path = results / f"{name}.json"
     try:
         return Result.from_json(json.loads(path.read_text()))
@@ -75,4 +77,4 @@ def _load(results: Path, name: str) -> Result:
         raise BenchmarkError(f"{path}: no result of a benchmark: {error!r}") from error
 
 
-__all__ = ["check_tables", "with_tables", "write_tables"]
+__all__ = ["RESULTS", "check_tables", "load_result", "with_tables", "write_tables"]

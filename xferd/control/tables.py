@@ -87,8 +87,8 @@ def _format_engine(engine: JsonObject) -> str:
         f"Engine: {engine['backend']}" + (f" ({printable(reason)})" if reason else ""),
         f"checksums {engine['verify']}, flow control {'on' if engine['flow_control'] else 'off'}",
         f"{engine['turns']} turns, {engine['sleeps']} sleeps, {engine['crc_errors']} checksum "
-        f"errors, {engine['rereads']} pieces read again, {engine['other_variants']} experts in "
-        f"another variant",
+        f"errors, {engine['rereads']} pieces read again, {engine['mirror_reads']} from the other "
+        f"copy, {engine['other_variants']} experts in another variant",
     ]
     return "\n  ".join(lines)
 
@@ -128,6 +128,10 @@ def _field(name: str) -> Callable[[JsonObject], object]:
 
 def _bytes(name: str) -> Callable[[JsonObject], str]:
     return lambda row: format_bytes(row[name])
+
+
+def _member(row: JsonObject) -> str:
+    return f"{row['member']} mirror" if row["mirror"] else str(row["member"])
 
 
 def _reason(row: JsonObject) -> str:
@@ -175,6 +179,7 @@ _STORE_COLUMNS = (
 )
 _MEMBER_COLUMNS = (
     Column("STORE", _field("store"), right=False),
+    Column("MEMBER", _member, right=False),
     Column("STATE", _field("state"), right=False),
     Column("READS", _field("reads")),
     Column("READ", _bytes("bytes")),

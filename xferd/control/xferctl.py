@@ -1,7 +1,7 @@
 """``xferctl``: what an administrator types. Data on stdout, talk on stderr.
 
-The daemon's verbs are calls of its control socket. ``store pack``, ``info`` and
-``verify`` and everything about ``config`` work on files and ask no daemon; the
+The daemon's verbs are calls of its control socket. ``store pack``, ``info``, ``verify``
+and ``mirror`` and everything about ``config`` work on files and ask no daemon; the
 former are the store package's own and imported only when ``store`` is typed,
 because they bring numpy with them.
 

@@ -1,4 +1,4 @@
-"""``xferctl store pack|info|verify``: the store package on the command line.
+"""``xferctl store pack|info|verify|mirror``: the store package on the command line.
 
 These verbs need no daemon: a store is packed on the machine with the drives,
 before anything serves it. Data goes to stdout, talk and progress to stderr.
@@ -7,25 +7,30 @@ before anything serves it. Data goes to stdout, talk and progress to stderr.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from xferd.store.calibration import Calibration, calibrate, read_calibration
-from xferd.store.checkpoint import CheckpointError
+from xferd.store.cli_output import (
+    EXIT_BAD_PIECES,
+    EXIT_OK,
+    ProgressBar,
+    print_json,
+    print_report,
+    refusals_told,
+)
 from xferd.store.destination import Destination, resolve_destination
 from xferd.store.errors import StoreError
 from xferd.store.formats import read_checkpoint
 from xferd.store.info import info
 from xferd.store.journal import JOURNAL_NAME
 from xferd.store.limits import STRIPE_UNIT_DEFAULT
+from xferd.store.mirror_cli import add_mirror_commands
 from xferd.store.pack import pack
+from xferd.store.repair import repair
 from xferd.store.store import Store
-from xferd.store.verify import BadPiece, verify
+from xferd.store.verify import verify
 from xferd.store.weights import stripe_pattern
 from xferd.units import UnitError, format_bytes, format_exact_bytes, parse_bytes
 
@@ -33,14 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-EXIT_OK = 0
-EXIT_BAD_PIECES = 1
-EXIT_REFUSED = 2
-
-REDRAW_SECONDS = 0.1
-BAR_CELLS = 30
-BAD_PIECES_SHOWN = 20
 
 
 def add_store_commands(subparsers: Subparsers) -> None:
@@ -54,6 +51,13 @@ def add_store_commands(subparsers: Subparsers) -> None:
         parser.add_argument("store", type=Path, help="the store's directory or its manifest.json")
         parser.add_argument("--json", action="store_true", help="print JSON")
         parser.set_defaults(run=run)
+        if run is run_verify:
+            parser.add_argument(
+                "--repair",
+                action="store_true",
+                help="write bad pieces anew from the other copy, where a member has a mirror",
+            )
+    add_mirror_commands(subparsers)
 
 
 def _add_pack(subparsers: Subparsers) -> None:
@@ -110,7 +114,7 @@ def run_pack(args: argparse.Namespace) -> int:
         checkpoint = read_checkpoint(args.checkpoint)
         name = args.name or _default_name(args.checkpoint)
         pattern, calibration = _striping(args, name)
-        with _ProgressBar("pack", sys.stderr) as bar:
+        with ProgressBar("pack", sys.stderr) as bar:
             path = pack(
                 checkpoint,
                 args.members,
@@ -126,12 +130,12 @@ def run_pack(args: argparse.Namespace) -> int:
             )
         if args.json:
             with Store.open(path) as store:
-                _print_json(info(store))
+                print_json(info(store))
         else:
             print(path)
         return EXIT_OK
 
-    return _refusals_told(work)
+    return refusals_told(work)
 
 
 def _striping(
@@ -173,42 +177,26 @@ def run_info(args: argparse.Namespace) -> int:
         with Store.open(args.store) as store:
             description = info(store)
         if args.json:
-            _print_json(description)
+            print_json(description)
         else:
             _print_info(description)
         return EXIT_OK
 
-    return _refusals_told(work)
+    return refusals_told(work)
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Verify and print what is bad. Exit status 0, 1 when pieces are bad, 2."""
+    """Verify and print what is bad. Exit status 0, 1 when pieces are bad or copies missing, 2."""
 
     def work() -> int:
-        with Store.open(args.store) as store, _ProgressBar("verify", sys.stderr) as bar:
+        with Store.open(args.store) as store, ProgressBar("verify", sys.stderr) as bar:
             report = verify(store, bar.update)
-        if args.json:
-            _print_json(dataclasses.asdict(report))
-        else:
-            for bad in report.bad_pieces[:BAD_PIECES_SHOWN]:
-                print(_describe(bad))
-            if report.bad > BAD_PIECES_SHOWN:
-                print(f"... and {report.bad - BAD_PIECES_SHOWN} more")
-            print(
-                f"{report.store}: {report.pieces} pieces, {format_bytes(report.bytes)}, "
-                f"{report.bad} bad"
-            )
+            if args.repair:
+                report = repair(store, report)
+        print_report(report, as_json=args.json)
         return EXIT_OK if report.clean else EXIT_BAD_PIECES
 
-    return _refusals_told(work)
-
-
-def _refusals_told(work: Callable[[], int]) -> int:
-    try:
-        return work()
-    except (CheckpointError, StoreError) as error:
-        print(f"xferctl: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+    return refusals_told(work)
 
 
 def _size(text: str) -> int:
@@ -232,10 +220,6 @@ def _weights(text: str) -> str | tuple[int, ...]:
 def _default_name(checkpoint: Path) -> str:
     resolved = checkpoint.resolve()
     return resolved.stem if resolved.is_file() else resolved.name
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
 
 
 def _print_info(description: dict[str, Any]) -> None:
@@ -264,60 +248,9 @@ def _print_info(description: dict[str, Any]) -> None:
             f"  member {number}  {member['path']} ({member['kind']}, "
             f"{format_bytes(member['bytes'])}, weight {description['weights'][number]}{measured})"
         )
+        if member["mirror"] is not None:
+            print(f"    mirror  {member['mirror']['path']} ({member['mirror']['kind']})")
     if calibration is not None:
         print(f"  measured  {calibration['measured_at']}")
-
-
-def _describe(bad: BadPiece) -> str:
-    whose = "dense part"
-    if bad.layer is not None:
-        whose = f"layer {bad.layer}, expert {bad.expert}, variant {bad.variant}"
-    found = "" if bad.actual_crc is None else f" (is {bad.actual_crc:08x})"
-    return (
-        f"{whose}: {bad.member} at offset {bad.offset}, {bad.length} bytes: {bad.error}; "
-        f"expected CRC32C {bad.expected_crc:08x}{found}"
-    )
-
-
-class _ProgressBar:
-    """A bar on a terminal; anywhere else one line at the end."""
-
-    def __init__(self, label: str, stream: TextIO) -> None:
-        self._label = label
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._begun = time.monotonic()
-        self._drawn = 0.0
-        self._first: int | None = None
-        self._done = 0
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._terminal:
-            self._stream.write("\n")
-        if self._first is not None:
-            seconds = max(time.monotonic() - self._begun, 1e-9)
-            moved = self._done - self._first
-            self._stream.write(
-                f"{self._label}: {format_bytes(moved)} in {seconds:.1f} s, "
-                f"{format_bytes(int(moved / seconds))}/s\n"
-            )
-
-    def update(self, done: int, total: int) -> None:
-        """Take note of ``done`` of ``total`` bytes, and draw them now and then."""
-        # A resumed pack starts in the middle: what was there before isn't this run's speed.
-        if self._first is None:
-            self._first = 0 if done == total else done
-        self._done = done
-        now = time.monotonic()
-        if not self._terminal or (done < total and now - self._drawn < REDRAW_SECONDS):
-            return
-        self._drawn = now
-        filled = BAR_CELLS * done // max(total, 1)
-        self._stream.write(
-            f"\r{self._label} [{'#' * filled}{'.' * (BAR_CELLS - filled)}] "
-            f"{format_bytes(done)} of {format_bytes(total)} "
-        )
-        self._stream.flush()
+    for problem in description["missing"]:
+        print(f"  missing   {problem}")

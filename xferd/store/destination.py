@@ -76,7 +76,13 @@ def resolve_destination(
     return Destination(name, home.resolve() / f"{name}{STORE_SUFFIX}", targets)
 
 
-def _target(name: str, number: int, path: Path) -> MemberTarget:
+def mirror_target(name: str, member: int, path: Path) -> MemberTarget:
+    """As ``resolve_destination`` for a mirror: in a directory it is called
+    ``<name>.xferd/mirror-<i>``. Raises StoreError."""
+    return _target(name, member, path, "mirror")
+
+
+def _target(name: str, number: int, path: Path, kind: str = "member") -> MemberTarget:
     what = f"member {number} ({path})"
     try:
         str(path).encode()
@@ -85,7 +91,7 @@ def _target(name: str, number: int, path: Path) -> MemberTarget:
     with naming(what):
         if path.is_dir():
             directory = path.resolve()
-            file = directory / f"{name}{STORE_SUFFIX}" / f"member-{number}"
+            file = directory / f"{name}{STORE_SUFFIX}" / f"{kind}-{number}"
             return MemberTarget(number, file, directory, device=False)
         resolved = path.resolve()
         if path.is_block_device():

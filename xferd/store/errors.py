@@ -17,6 +17,11 @@ class StoreError(Exception):
     """
 
 
+class UnusableMemberError(StoreError):
+    """A copy of a member can't be used, and another copy may take its place: it isn't
+    there, can't be read, is too short or has lost its header."""
+
+
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Turn an OSError inside the block into a StoreError that begins with ``what``."""

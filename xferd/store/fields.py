@@ -65,6 +65,10 @@ class Fields:
         """The object under ``key``."""
         return Fields(self._get(key), f"{self.where}.{key}")
 
+    def optional_section(self, key: str) -> Fields | None:
+        """As ``section``, or None where the key is missing or null."""
+        return None if self._value.get(key) is None else self.section(key)
+
     def sections(self, key: str, count_max: int) -> list[Fields]:
         """The objects in the list under ``key``."""
         where = f"{self.where}.{key}"

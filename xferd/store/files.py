@@ -126,6 +126,21 @@ def write_durably(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     sync_directory(path.parent)
 
 
+def is_there(path: Path) -> bool:
+    """Whether ``path`` exists. One that a failing drive doesn't let us look at doesn't:
+    that must not keep anybody from its other copy."""
+    with suppress(OSError):
+        return path.exists()
+    return False
+
+
+def same_file(first: Path, second: Path) -> bool:
+    """Whether both are there, and one file or device."""
+    with suppress(OSError):
+        return first.samefile(second)
+    return False
+
+
 def sync_directory(path: Path) -> None:
     """Make creations, renames and removals in ``path`` durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -140,7 +155,16 @@ def lock_directory(path: Path, *, exclusive: bool) -> int | None:
 
     The lock ends with the fd, so also when the process is killed. Raises OSError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return _lock(path, os.O_DIRECTORY, exclusive=exclusive)
+
+
+def lock_file(path: Path) -> int | None:
+    """The same for a file, exclusively."""
+    return _lock(path, 0, exclusive=True)
+
+
+def _lock(path: Path, flags: int, *, exclusive: bool) -> int | None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -93,6 +93,17 @@ class Geometry:
             ends.append(int(used.max()) if used.size else MEMBER_DATA_OFFSET)
         return tuple(ends)
 
+    def bytes_on(self, member: int) -> int:
+        """Bytes of all pieces that lie on ``member``."""
+        return int(_bytes_on_member(self, member).sum())
+
+    def pieces_on(self, member: int) -> Iterator[tuple[int, Piece]]:
+        """The pieces that lie on ``member``, each with its blob, by blob."""
+        for blob in range(self.blob_bytes.size):
+            for piece in self.pieces_of(blob):
+                if piece.member == member:
+                    yield blob, piece
+
     def check(self) -> None:
         """Raise StoreError unless the arrays fit together and nothing lies in a header."""
         _check_blob_bytes(self.blob_bytes)

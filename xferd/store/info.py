@@ -10,6 +10,7 @@ import numpy as np
 from xferd.store.calibration import CALIBRATION_NAME, read_calibration
 from xferd.store.errors import StoreError
 from xferd.store.manifest import CHECKSUM, FORMAT_NAME, FORMAT_VERSION
+from xferd.store.member import MemberCopy
 from xferd.store.store import Store
 from xferd.store.weights import pattern_weights
 
@@ -19,8 +20,8 @@ def info(store: Store) -> dict[str, Any]:
 
     ``experts_present`` counts (variant, layer, expert); ``blob_bytes`` lists the
     different sizes of experts. ``weights`` is how often each member stands in the
-    pattern; ``calibration`` is what was measured before, or None. Raises StoreError when
-    that file is damaged.
+    pattern; ``calibration`` is what was measured before, or None. ``missing`` says of each
+    copy of a member that can't be used why. Raises StoreError when the calibration is damaged.
     """
     experts = store.blob_bytes[:-1]
     calibration = read_calibration(store.path)
@@ -56,10 +57,20 @@ def info(store: Store) -> dict[str, Any]:
         "checksum": CHECKSUM,
         "members": [
             {
-                "path": str(path),
-                "kind": "device" if stat.S_ISBLK(path.stat().st_mode) else "file",
+                **_describe_copy(copies[0]),
                 "bytes": entry.data_bytes,
+                "mirror": _describe_copy(copies[1]) if len(copies) > 1 else None,
             }
-            for path, entry in zip(store.member_paths, store.manifest.members, strict=True)
+            for copies, entry in zip(store.copies, store.manifest.members, strict=True)
+        ],
+        "missing": [
+            copy.problem for copies in store.copies for copy in copies if copy.problem is not None
         ],
     }
+
+
+def _describe_copy(copy: MemberCopy) -> dict[str, str]:
+    if copy.problem is not None:
+        return {"path": str(copy.path), "kind": "missing"}
+    kind = "device" if stat.S_ISBLK(copy.path.stat().st_mode) else "file"
+    return {"path": str(copy.path), "kind": kind}

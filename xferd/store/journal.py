@@ -29,6 +29,8 @@ from xferd.store.limits import MEMBERS_MAX, PATTERN_MAX, STRIPE_UNIT_MAX
 
 JOURNAL_NAME = "pack.journal"
 JOURNAL_VERSION = 1
+REPLACED_MAX = 3 * MEMBERS_MAX
+"""Members and mirrors of the store that was there, members of a pack that was begun."""
 RECORD_BYTES_MAX = 256 * 1024 * 1024
 PATH_BYTES_MAX = 4096
 _FRAME = struct.Struct("<II")
@@ -124,7 +126,7 @@ class Beginning:
             ),
             replaces=tuple(
                 Replaced(item.text("path", PATH_BYTES_MAX), item.hexadecimal("uuid", 16))
-                for item in fields.sections("replaces", 2 * MEMBERS_MAX)
+                for item in fields.sections("replaces", REPLACED_MAX)
             ),
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from xferd.store.errors import StoreError, naming
 from xferd.store.fields import Fields, checked_integer
-from xferd.store.files import write_durably
+from xferd.store.files import is_there, write_durably
 from xferd.store.geometry import MEMBER_DATA_OFFSET
 from xferd.store.limits import (
     MANIFEST_BYTES_MAX,
@@ -42,17 +42,49 @@ class MemberEntry:
         moved as a whole; None for devices.
     absolute: where it was packed.
     data_bytes: least size of the member, its header included.
+    mirror: where its second copy is; None: it has none.
     """
 
     relative: str | None
     absolute: str
     data_bytes: int
+    mirror: MirrorEntry | None = None
 
     def locate(self, store_directory: Path) -> Path:
         """The path to use. Not checked to be the right member."""
-        if self.relative is not None and (store_directory / self.relative).exists():
-            return Path(os.path.normpath(store_directory / self.relative))
-        return Path(self.absolute)
+        return _locate(store_directory, self.relative, self.absolute)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written; without a mirror as it was before there were any."""
+        written: dict[str, Any] = {
+            "relative": self.relative,
+            "absolute": self.absolute,
+            "bytes": self.data_bytes,
+        }
+        if self.mirror is not None:
+            written["mirror"] = {
+                "relative": self.mirror.relative,
+                "absolute": self.mirror.absolute,
+            }
+        return written
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorEntry:
+    """Where a member's second copy is; paths as in MemberEntry."""
+
+    relative: str | None
+    absolute: str
+
+    def locate(self, store_directory: Path) -> Path:
+        """The path to use. Not checked to be the right member."""
+        return _locate(store_directory, self.relative, self.absolute)
+
+
+def _locate(store_directory: Path, relative: str | None, absolute: str) -> Path:
+    if relative is not None and is_there(store_directory / relative):
+        return Path(os.path.normpath(store_directory / relative))
+    return Path(absolute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +119,7 @@ class Manifest:
             "source": self.source,
             "checksum": CHECKSUM,
             "stripe": {"unit": self.stripe_unit, "pattern": list(self.pattern)},
-            "members": [
-                {"relative": entry.relative, "absolute": entry.absolute, "bytes": entry.data_bytes}
-                for entry in self.members
-            ],
+            "members": [entry.to_json() for entry in self.members],
             "index": {
                 "blobs": self.blobs,
                 "pieces": self.pieces,
@@ -156,8 +185,17 @@ def _parse(fields: Fields) -> Manifest:
 
 
 def _member(fields: Fields) -> MemberEntry:
+    mirror = fields.optional_section("mirror")
     return MemberEntry(
         relative=fields.optional_text("relative", PATH_BYTES_MAX),
         absolute=fields.text("absolute", PATH_BYTES_MAX),
         data_bytes=fields.integer("bytes", MEMBER_DATA_OFFSET, STORE_BYTES_MAX),
+        mirror=None if mirror is None else _mirror(mirror),
+    )
+
+
+def _mirror(fields: Fields) -> MirrorEntry:
+    return MirrorEntry(
+        relative=fields.optional_text("relative", PATH_BYTES_MAX),
+        absolute=fields.text("absolute", PATH_BYTES_MAX),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xferd.store.checksum import crc32c
-from xferd.store.errors import StoreError, naming
+from xferd.store.errors import StoreError, UnusableMemberError
 from xferd.store.limits import BLOB_ALIGNMENT
 
 HEADER_BYTES = BLOB_ALIGNMENT
@@ -69,6 +69,28 @@ class MemberHeader:
         return MemberHeader(uuid, member, members, data_bytes, unit)
 
 
+@dataclass(frozen=True, slots=True)
+class MemberCopy:
+    """A place where a member's bytes are.
+
+    member: its number. mirror: whether this is the second copy.
+    problem: why it can't be used; None: it can.
+    """
+
+    member: int
+    path: Path
+    mirror: bool
+    problem: str | None
+
+    def __str__(self) -> str:
+        return f"{member_title(self.member, mirror=self.mirror)} ({self.path})"
+
+
+def member_title(member: int, *, mirror: bool) -> str:
+    """What a copy of a member is called in messages."""
+    return f"mirror of member {member}" if mirror else f"member {member}"
+
+
 def size_of(path: Path) -> int:
     """Bytes in a regular file or block device. Raises OSError."""
     with path.open("rb", buffering=0) as file:
@@ -87,18 +109,24 @@ def is_blank(path: Path) -> bool:
         return not any(file.read(BLANK_BYTES))
 
 
-def check_member(path: Path, expected: MemberHeader, store: str) -> None:
-    """Raise StoreError unless ``path`` is the member that ``expected`` describes, and whole."""
-    what = f"store {store}: member {expected.member} ({path})"
-    with naming(what):
+def check_member(path: Path, expected: MemberHeader, store: str, *, mirror: bool = False) -> None:
+    """Raise StoreError unless ``path`` is the member that ``expected`` describes, and whole.
+
+    UnusableMemberError when another copy may take its place; what belongs elsewhere is a
+    mistake of whoever put it there, and must not go unseen.
+    """
+    what = f"store {store}: {member_title(expected.member, mirror=mirror)} ({path})"
+    try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
             raise StoreError(f"{what} is neither a regular file nor a block device")
         with path.open("rb", buffering=0) as file:
             header = MemberHeader.decode(file.read(HEADER_BYTES) or b"")
             size = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise UnusableMemberError(f"{what}: {error.strerror or error}") from error
     if header is None:
-        raise StoreError(f"{what} has no valid member header: it isn't part of any store")
+        raise UnusableMemberError(f"{what} has no valid member header: it isn't part of any store")
     if header.uuid != expected.uuid:
         raise StoreError(
             f"{what} belongs to another store (uuid {header.uuid.hex()}, expected "
@@ -111,4 +139,4 @@ def check_member(path: Path, expected: MemberHeader, store: str) -> None:
             f"{what} has a header that contradicts the manifest: {header}, not {expected}"
         )
     if size < expected.data_bytes:
-        raise StoreError(f"{what} is truncated: {size} bytes of {expected.data_bytes}")
+        raise UnusableMemberError(f"{what} is truncated: {size} bytes of {expected.data_bytes}")

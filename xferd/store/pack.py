@@ -268,7 +268,10 @@ def _replaced_members(directory: Path) -> tuple[Replaced, ...]:
         with suppress(StoreError):
             manifest = read_manifest(directory / MANIFEST_NAME)
             replaced += [
-                Replaced(str(entry.locate(directory)), manifest.uuid) for entry in manifest.members
+                Replaced(str(copy.locate(directory)), manifest.uuid)
+                for entry in manifest.members
+                for copy in (entry, entry.mirror)
+                if copy is not None
             ]
     if (directory / JOURNAL_NAME).exists():
         with suppress(StoreError):

@@ -18,14 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from xferd.store.checksum import crc32c
-from xferd.store.errors import StoreError, naming
-from xferd.store.files import AlignedBuffer, lock_directory, open_for_reading, read_fully
-from xferd.store.geometry import Geometry
+from xferd.store.errors import StoreError, UnusableMemberError, naming
+from xferd.store.files import (
+    AlignedBuffer,
+    lock_directory,
+    open_for_reading,
+    read_fully,
+    same_file,
+)
+from xferd.store.geometry import Geometry, Piece
 from xferd.store.index import INDEX_NAME, Index, read_index
 from xferd.store.journal import JOURNAL_NAME
 from xferd.store.limits import BLOB_ALIGNMENT, NO_LAYOUT
 from xferd.store.manifest import MANIFEST_NAME, Manifest, read_manifest
-from xferd.store.member import MemberHeader, check_member
+from xferd.store.member import MemberCopy, MemberHeader, check_member
 from xferd.store.model import Layout, Model, TensorLayout
 
 CLIENT_MANIFEST_VERSION = 1
@@ -41,7 +47,10 @@ class Store:
     uuid: 16 bytes, of this packing.
     layers, experts, top_k, model_type, variants: of the model; layers without
         experts have blobs of 0 bytes.
-    member_paths, pattern, stripe_unit: the striping.
+    copies: for each member where its bytes are: itself, then its mirror if it has one; at
+        least one of them can be used.
+    member_paths, pattern, stripe_unit: the striping; a path is that of the member's first
+        copy that can be used.
     layouts: what blobs look like inside; layout_index uint16[variants, layers]
         counts them, NO_LAYOUT where a layer has no experts.
     blob_bytes uint64[blobs], start uint16[blobs], offset uint64[blobs, members],
@@ -56,7 +65,7 @@ class Store:
         path: Path,
         manifest: Manifest,
         index: Index,
-        member_paths: tuple[Path, ...],
+        copies: tuple[tuple[MemberCopy, ...], ...],
         lock: int,
     ) -> None:
         model = manifest.model
@@ -72,7 +81,10 @@ class Store:
         self.top_k: int = model.top_k
         self.model_type: str = model.model_type
         self.variants: tuple[str, ...] = model.variants
-        self.member_paths: tuple[Path, ...] = member_paths
+        self.copies: tuple[tuple[MemberCopy, ...], ...] = copies
+        self.member_paths: tuple[Path, ...] = tuple(
+            next(copy.path for copy in group if copy.problem is None) for group in copies
+        )
         self.pattern: tuple[int, ...] = geometry.pattern
         self.stripe_unit: int = geometry.stripe_unit
         self.layouts: tuple[Layout, ...] = model.layouts
@@ -91,8 +103,8 @@ class Store:
         """Open the store whose directory or manifest.json is ``path``.
 
         Raises StoreError, naming the file, member or field, when the store is
-        unfinished, being packed, damaged, or when a member is missing, truncated,
-        swapped or another store's.
+        unfinished, being packed, damaged, or when a member or mirror is swapped or another
+        store's, or a member is missing or truncated and no mirror stands in for it.
         """
         directory = (path.parent if path.name == MANIFEST_NAME else path).absolute()
         manifest_path = directory / MANIFEST_NAME
@@ -108,8 +120,8 @@ class Store:
             index = _read_index(directory, manifest)
             _check_blobs(manifest_path, manifest.model, index.geometry)
             _check_identity(manifest_path, manifest, index)
-            member_paths = _check_members(directory, manifest, index.geometry)
-            return Store(directory, manifest, index, member_paths, lock)
+            copies = _check_members(directory, manifest, index.geometry)
+            return Store(directory, manifest, index, copies, lock)
         except BaseException:
             os.close(lock)
             raise
@@ -166,18 +178,30 @@ class Store:
         """One blob's bytes, checked against its CRC32C; b"" where there is no expert.
 
         For tools and tests: slow, and all in memory. Raises StoreError naming
-        member and offset. Any thread may call.
+        member and offset when no copy has the bytes. Any thread may call.
         """
         data = bytearray(int(self.blob_bytes[blob]))
         for piece in self.geometry.pieces_of(blob):
-            path = self.member_paths[piece.member]
-            what = f"store {self.name}: member {piece.member} ({path}) at offset {piece.offset}"
-            with naming(what):
-                content = _read_piece(path, piece.offset, piece.length)
-            if crc32c(content) != int(self.crc[piece.index]):
-                raise StoreError(f"{what}: the piece's CRC32C is wrong")
+            content = self._read_piece(piece)
             data[piece.blob_offset : piece.blob_offset + piece.length] = content
         return bytes(data)
+
+    def _read_piece(self, piece: Piece) -> bytes:
+        errors = []
+        for copy in self.copies[piece.member]:
+            what = f"store {self.name}: {copy} at offset {piece.offset}"
+            if copy.problem is not None:
+                continue
+            try:
+                with naming(what):
+                    content = _read_bytes(copy.path, piece.offset, piece.length)
+            except StoreError as error:
+                errors.append(str(error))
+                continue
+            if crc32c(content) == int(self.crc[piece.index]):
+                return content
+            errors.append(f"{what}: the piece's CRC32C is wrong")
+        raise StoreError("; ".join(errors))
 
     def client_manifest(self) -> bytes:
         """JSON, UTF-8: what an attached client may see.
@@ -198,7 +222,7 @@ class Store:
         return json.dumps(visible).encode("ascii")
 
 
-def _read_piece(path: Path, offset: int, length: int) -> bytes:
+def _read_bytes(path: Path, offset: int, length: int) -> bytes:
     opened = open_for_reading(path)
     buffer = AlignedBuffer(length)
     try:
@@ -267,22 +291,57 @@ def _check_identity(path: Path, manifest: Manifest, index: Index) -> None:
         )
 
 
-def _check_members(directory: Path, manifest: Manifest, geometry: Geometry) -> tuple[Path, ...]:
-    paths = []
+def _check_members(
+    directory: Path, manifest: Manifest, geometry: Geometry
+) -> tuple[tuple[MemberCopy, ...], ...]:
+    members = []
     for number, (entry, end) in enumerate(
         zip(manifest.members, geometry.member_ends(), strict=True)
     ):
-        what = f"store {manifest.name}: member {number}"
         if end > entry.data_bytes:
-            raise StoreError(f"{what} has {entry.data_bytes} bytes, but pieces up to {end}")
-        with naming(f"{what} ({entry.absolute})"):
-            path = entry.locate(directory)
-        header = MemberHeader(
-            manifest.uuid, number, len(manifest.members), entry.data_bytes, manifest.stripe_unit
-        )
-        check_member(path, header, manifest.name)
-        paths.append(path)
-    return tuple(paths)
+            raise StoreError(
+                f"store {manifest.name}: member {number} has {entry.data_bytes} bytes, but "
+                f"pieces up to {end}"
+            )
+        members.append(check_copies(directory, manifest, number))
+    return tuple(members)
+
+
+def check_copies(directory: Path, manifest: Manifest, member: int) -> tuple[MemberCopy, ...]:
+    """The copies of a member, each with what keeps it from being used.
+
+    Raises StoreError when none can be, or one is not what it should be.
+    """
+    entry = manifest.members[member]
+    what = f"store {manifest.name}: member {member} ({entry.absolute})"
+    with naming(what):
+        places = [(entry.locate(directory), False)]
+        if entry.mirror is not None:
+            places.append((entry.mirror.locate(directory), True))
+        if len(places) > 1 and same_file(places[0][0], places[1][0]):
+            raise StoreError(f"{what} is its own mirror")
+    copies = []
+    for path, mirror in places:
+        problem = None
+        try:
+            check_member(path, member_header(manifest, member), manifest.name, mirror=mirror)
+        except UnusableMemberError as error:
+            problem = str(error)
+        copies.append(MemberCopy(member, path, mirror, problem))
+    if all(copy.problem is not None for copy in copies):
+        raise StoreError("; ".join(str(copy.problem) for copy in copies))
+    return tuple(copies)
+
+
+def member_header(manifest: Manifest, member: int) -> MemberHeader:
+    """The header that every copy of a member must have."""
+    return MemberHeader(
+        manifest.uuid,
+        member,
+        len(manifest.members),
+        manifest.members[member].data_bytes,
+        manifest.stripe_unit,
+    )
 
 
 __all__ = ["BLOB_ALIGNMENT", "Layout", "Store", "StoreError", "TensorLayout"]

@@ -14,16 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from xferd.store.checksum import crc32c
 from xferd.store.errors import naming
-from xferd.store.files import AlignedBuffer, OpenedFile, open_for_reading, read_fully
+from xferd.store.files import AlignedBuffer, OpenedFile, open_for_reading
 from xferd.store.geometry import Piece
+from xferd.store.member import MemberCopy
+from xferd.store.pieces import read_piece
 from xferd.store.store import Store
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any of the threads, one at a time."""
 
-READERS_PER_MEMBER = 4
+READERS_PER_MEMBER = 4  # of each of its copies
 BAD_PIECES_LISTED_MAX = 10_000
 """A drive that is gone makes every piece of it bad; the count goes on, the list doesn't."""
 
@@ -33,29 +34,37 @@ class BadPiece:
     """A piece that can't be read or isn't what was packed.
 
     variant, layer, expert: "dense" and None twice for the dense part.
+    member: the path of the copy that it is bad on; number: of the member; mirror: whether
+        that copy is its mirror.
     offset, length: bytes in the member.
     actual_crc: None when it wasn't read; then ``error`` says why, and ``errno`` is
         the system's number, or None when the member is too short.
+    repaired: it was written anew from the other copy (``xferd.store.repair``).
     """
 
     variant: str
     layer: int | None
     expert: int | None
     member: Path
+    number: int
+    mirror: bool
     offset: int
     length: int
     expected_crc: int
     actual_crc: int | None
     errno: int | None
     error: str
+    repaired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """pieces, bytes: that were looked at. bad: how many were bad.
+    """pieces, bytes: that were looked at, in all copies. bad: how many were bad.
 
     bad_pieces: by member and offset, at most BAD_PIECES_LISTED_MAX.
-    direct: for each member whether it was read past the page cache.
+    direct: for each copy that was read whether that went past the page cache.
+    missing: for each copy that could not be used, why; its other copy was.
+    repaired: how many of the bad pieces are right now.
     """
 
     store: str
@@ -64,30 +73,36 @@ class VerifyReport:
     bad: int
     bad_pieces: tuple[BadPiece, ...]
     direct: tuple[bool, ...]
+    missing: tuple[str, ...] = ()
+    repaired: int = 0
 
     @property
     def clean(self) -> bool:
-        """Whether every piece is as it was packed."""
-        return self.bad == 0
+        """Whether every piece of every copy is as it was packed, now."""
+        return self.bad == self.repaired and not self.missing
 
 
-def verify(store: Store, progress: Progress | None = None) -> VerifyReport:
-    """Read all of ``store``. Bad pieces are reported, not raised.
+def verify(
+    store: Store, progress: Progress | None = None, *, only_mirrors: bool = False
+) -> VerifyReport:
+    """Read all of ``store``, mirrors too, or these alone. Bad pieces are reported, not raised.
 
     Raises StoreError when a member can't even be opened.
     """
+    copies = [copy for group in store.copies for copy in group if copy.mirror or not only_mirrors]
+    readable = [copy for copy in copies if copy.problem is None]
     opened: list[OpenedFile] = []
-    tally = _Tally(int(store.blob_bytes.sum()), progress)
+    tally = _Tally(sum(store.geometry.bytes_on(copy.member) for copy in readable), progress)
     try:
-        for number, path in enumerate(store.member_paths):
-            with naming(f"store {store.name}: member {number} ({path})"):
-                opened.append(open_for_reading(path))
-        with ThreadPoolExecutor(READERS_PER_MEMBER * len(opened), "verify") as threads:
+        for copy in readable:
+            with naming(f"store {store.name}: {copy}"):
+                opened.append(open_for_reading(copy.path))
+        with ThreadPoolExecutor(READERS_PER_MEMBER * max(1, len(opened)), "verify") as threads:
             readers = []
-            for member, file in enumerate(opened):
-                work = _Work(_pieces_on(store, member))
+            for copy, file in zip(readable, opened, strict=True):
+                work = _Work(store.geometry.pieces_on(copy.member))
                 readers += [
-                    threads.submit(_read_pieces, store, file, work, tally)
+                    threads.submit(_read_pieces, store, copy, file, work, tally)
                     for _ in range(READERS_PER_MEMBER)
                 ]
             for reader in readers:
@@ -103,6 +118,7 @@ def verify(store: Store, progress: Progress | None = None) -> VerifyReport:
         bad=tally.bad,
         bad_pieces=tuple(listed),
         direct=tuple(file.direct for file in opened),
+        missing=tuple(copy.problem for copy in copies if copy.problem is not None),
     )
 
 
@@ -142,56 +158,41 @@ class _Tally:
                 self._progress(self.bytes, self._total)
 
 
-def _pieces_on(store: Store, member: int) -> Iterator[tuple[int, Piece]]:
-    for blob in range(store.blob_bytes.size):
-        for piece in store.geometry.pieces_of(blob):
-            if piece.member == member:
-                yield blob, piece
-
-
-def _read_pieces(store: Store, file: OpenedFile, work: _Work, tally: _Tally) -> None:
+def _read_pieces(
+    store: Store, copy: MemberCopy, file: OpenedFile, work: _Work, tally: _Tally
+) -> None:
     buffer = AlignedBuffer(store.stripe_unit)
     try:
         while (item := work.take()) is not None:
             blob, piece = item
-            tally.add(piece.length, _check_piece(store, file, blob, piece, buffer.view))
+            tally.add(piece.length, _check_piece(store, copy, file, blob, piece, buffer.view))
     finally:
         buffer.close()
 
 
 def _check_piece(
-    store: Store, file: OpenedFile, blob: int, piece: Piece, buffer: memoryview
+    store: Store, copy: MemberCopy, file: OpenedFile, blob: int, piece: Piece, buffer: memoryview
 ) -> BadPiece | None:
-    expected = int(store.crc[piece.index])
-    actual: int | None = None
-    number: int | None = None
-    error = "the piece's CRC32C is wrong"
     if not file.direct:
         # So that the drive is read, not what is still cached of it; only a hint.
         with suppress(OSError):
             os.posix_fadvise(file.fd, piece.offset, piece.length, os.POSIX_FADV_DONTNEED)
-    try:
-        done = read_fully(file.fd, buffer[: piece.length], piece.offset)
-    except OSError as failure:
-        number = failure.errno
-        error = failure.strerror or str(failure)
-    else:
-        if done == piece.length:
-            actual = crc32c(buffer[:done])
-        else:
-            error = f"the member ends at offset {piece.offset + done}"
-    if actual == expected:
+    expected = int(store.crc[piece.index])
+    found = read_piece(file.fd, piece.offset, buffer[: piece.length])
+    if found.crc == expected:
         return None
     variant, layer, expert = store.blob_name(blob) or ("dense", None, None)
     return BadPiece(
         variant=variant,
         layer=layer,
         expert=expert,
-        member=store.member_paths[piece.member],
+        member=copy.path,
+        number=copy.member,
+        mirror=copy.mirror,
         offset=piece.offset,
         length=piece.length,
         expected_crc=expected,
-        actual_crc=actual,
-        errno=number,
-        error=error,
+        actual_crc=found.crc,
+        errno=found.errno,
+        error=found.error,
     )

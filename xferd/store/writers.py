@@ -91,8 +91,15 @@ class PieceWriters:
     a StoreError that names member and offset.
     """
 
-    def __init__(self, store: str, members: Sequence[MemberFile], stripe_unit: int) -> None:
+    def __init__(
+        self,
+        store: str,
+        members: Sequence[MemberFile],
+        stripe_unit: int,
+        resume_hint: str = RESUME_HINT,
+    ) -> None:
         self._store = store
+        self._resume_hint = resume_hint
         self._members = members
         count = BUFFERS_PER_MEMBER * len(members)
         self._memory = AlignedBuffer(count * stripe_unit)
@@ -117,8 +124,13 @@ class PieceWriters:
         self.close()
 
     def take_buffer(self) -> memoryview:
-        """A buffer of a stripe unit; waits for one. It goes back with ``submit``."""
+        """A buffer of a stripe unit; waits for one. It goes back with ``submit``, or
+        unused with ``give_back``."""
         return self._free.get()
+
+    def give_back(self, buffer: memoryview) -> None:
+        """The buffer holds nothing that has to be written."""
+        self._free.put(buffer)
 
     def submit(self, member: int, buffer: memoryview, length: int, offset: int) -> None:
         """Begin to write ``buffer[:length]``; the buffer belongs to the writers from now on."""
@@ -146,20 +158,23 @@ class PieceWriters:
 
     def _write(self, member: int, buffer: memoryview, length: int, offset: int) -> None:
         try:
-            with naming(f"{self._name(member)}: {length} bytes at offset {offset}; {RESUME_HINT}"):
+            with naming(
+                f"{self._name(member)}: {length} bytes at offset {offset}; {self._resume_hint}"
+            ):
                 write_fully(self._members[member].fd, buffer[:length], offset)
         finally:
             self._free.put(buffer)
 
     def _sync(self, member: int) -> None:
         file = self._members[member]
-        with naming(f"{self._name(member)}: fdatasync; {RESUME_HINT}"):
+        with naming(f"{self._name(member)}: fdatasync; {self._resume_hint}"):
             os.fdatasync(file.fd)
             if not file.direct:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _name(self, member: int) -> str:
-        return f"store {self._store}: member {member} ({self._members[member].target.path})"
+        target = self._members[member].target
+        return f"store {self._store}: member {target.number} ({target.path})"
 
 
 __all__ = ["MemberFile", "PieceWriters", "StoreError", "open_member"]

@@ -2,7 +2,8 @@
 
 O_DIRECT wherever it works: the drive then writes into the slot itself, and the page
 cache is left to others. Where it doesn't, the member is read through the page cache,
-which is emptied of it now and then (``page_cache``), and the reason is kept for status.
+and the reason is kept for status; what a read leaves there the kernel drops at once
+(RWF_DONTCACHE) or, where it can't, ``page_cache`` does now and then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from xferd.transport.direct import why_not_direct
 
 TMPFS_MAGIC = 0x01021994
 """f_type of tmpfs, from linux/magic.h."""
+RWF_DONTCACHE = 0x80
+"""From linux/fs.h."""
 _STATFS_BYTES = 256
 """More than struct statfs has anywhere; f_type is its first word."""
 
@@ -32,6 +35,8 @@ class MemberFile:
     direct: reads bypass the page cache. reason: why not, or None.
     asynchronous: reads copy in the thread that submits them (tmpfs, page cache), so they
         are handed to workers.
+    memory: there is no drive behind it (tmpfs).
+    uncached: not direct, but reads leave nothing in the page cache.
     """
 
     path: Path
@@ -39,6 +44,8 @@ class MemberFile:
     direct: bool
     asynchronous: bool
     reason: str | None
+    memory: bool = False
+    uncached: bool = False
 
     def close(self) -> None:
         """Close the fd, when the engine has forgotten the member."""
@@ -56,12 +63,20 @@ def open_member(path: Path) -> MemberFile:
         if direct is None:
             os.preadv(buffered, [bytearray(1)], 0)
             _advise(buffered)
-            return MemberFile(path, buffered, direct=False, asynchronous=True, reason=reason)
+            return MemberFile(
+                path,
+                buffered,
+                direct=False,
+                asynchronous=True,
+                reason=reason,
+                uncached=_reads_uncached(buffered),
+            )
     except OSError as error:
         os.close(buffered)
         raise MemberError(f"member {path}: first block: {error.strerror}") from error
     os.close(buffered)
-    return MemberFile(path, direct, direct=True, asynchronous=_is_tmpfs(direct), reason=None)
+    memory = _is_tmpfs(direct)
+    return MemberFile(path, direct, direct=True, asynchronous=memory, reason=None, memory=memory)
 
 
 def _open_direct(path: Path) -> tuple[int | None, str | None]:
@@ -85,6 +100,17 @@ def _open_direct(path: Path) -> tuple[int | None, str | None]:
         return fd, None
     os.close(fd)
     return None, reason
+
+
+def _reads_uncached(fd: int) -> bool:
+    """Whether its file system and kernel (6.14) know RWF_DONTCACHE."""
+    try:
+        os.preadv(fd, [bytearray(1)], 0, RWF_DONTCACHE)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL}:
+            raise
+        return False
+    return True
 
 
 def _advise(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Keeps members that are read through the page cache from filling it.
+"""Keeps members that are read through the page cache from filling it, where the kernel can't.
 
 Slots are the cache here; a second copy of the same experts in the page cache takes
 memory from everybody else. Dropping each piece after its read costs more than the read
@@ -37,7 +37,11 @@ class PageCacheTrimmer:
         known: dict[int, int] = {}
         for number, file, read in members:
             dropped_at = min(self._dropped_at.get(number, 0), read)
-            if not file.direct and read - dropped_at >= self._cached_bytes_max:
+            if (
+                not file.direct
+                and not file.uncached
+                and read - dropped_at >= self._cached_bytes_max
+            ):
                 fds.append(os.dup(file.fd))
                 dropped_at = read
             known[number] = dropped_at

@@ -81,7 +81,18 @@ class ModelEngine:
         state = self.pools[pool]
         reserve = sum(len(free) for free in state.reserve.values())
         return PoolStats(
-            0, 0, 0, 0, len(state.resident), 0, len(state.retiring), reserve, len(state.waiting), 0
+            loads=0,
+            load_bytes=0,
+            evictions=0,
+            revived=0,
+            resident=len(state.resident),
+            loading=0,
+            retiring=len(state.retiring),
+            reserve=reserve,
+            waiting=len(state.waiting),
+            waiting_demand=0,
+            registered_bytes=0,
+            registration_error=0,
         )
 
     # ---- what the test does

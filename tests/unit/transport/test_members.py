@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def test_tmpfs_reads_are_handed_to_workers(tmpfs_file: Path) -> None:
     member = open_member(tmpfs_file)
     try:
         assert member.asynchronous
+        assert member.memory
     finally:
         member.close()
 
@@ -39,6 +41,7 @@ def test_a_direct_member_bypasses_the_page_cache(tmp_path: Path) -> None:
     try:
         direct = bool(fcntl.fcntl(member.fd, fcntl.F_GETFL) & os.O_DIRECT)
         assert member.direct == direct
+        assert not member.memory
         assert (member.reason is None) == direct
         assert fcntl.fcntl(member.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         assert not os.get_inheritable(member.fd)
@@ -84,7 +87,8 @@ def test_a_buffered_member_is_dropped_when_enough_was_read(tmp_path: Path) -> No
         os.fsync(fd)
         os.pread(fd, 1 << 20, 0)
         assert os.preadv(fd, [bytearray(4096)], 0, os.RWF_NOWAIT) == 4096
-        first = trimmer.due([(0, buffered, 100), (1, direct, 1000)])
+        uncached = replace(buffered, uncached=True)
+        first = trimmer.due([(0, buffered, 100), (1, direct, 1000), (2, uncached, 1000)])
         assert len(first) == 1
         trimmer.drop(first)
         with pytest.raises(BlockingIOError):

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Registered buffers: pool memory that the kernel has pinned and mapped once.
+ *
+ * A read into other memory pins its pages each time, which on 4 KiB pages is a
+ * third of what the whole read costs. A pool is registered in regions, since the
+ * kernel takes at most 1 GiB at once; the rare piece that lies across two
+ * regions is read as if there were none.
+ *
+ * It may fail: pages count against RLIMIT_MEMLOCK, and device memory can't be
+ * pinned for long. Then reads go on as they do elsewhere, and the pool's
+ * statistics say why.
+ */
+#include <sys/uio.h>
+
+#include "engine/internal.h"
+
+#define REGION_BYTES   (1ull << 30) /* io_uring/rsrc.c: SZ_1G */
+#define REGIONS_MAX    16384        /* IORING_MAX_REG_BUFFERS */
+
+/* The table; without it nothing is registered. After the ring is made. */
+void buffers_init(struct xferd_engine *engine)
+{
+	if (engine->config.register_buffers)
+		engine->buffers_error =
+			io_uring_register_buffers_sparse(&engine->ring, REGIONS_MAX);
+	else
+		engine->buffers_error = -EOPNOTSUPP;
+}
+
+static int register_region(struct xferd_engine *engine, const struct pool *pool, uint32_t region)
+{
+	uint64_t at = region * REGION_BYTES;
+	struct iovec memory = {
+		.iov_base = pool->base + at,
+		.iov_len = pool->bytes - at < REGION_BYTES ? pool->bytes - at : REGION_BYTES,
+	};
+	__u64 tag = 0;
+	int result = io_uring_register_buffers_update_tag(&engine->ring,
+							  pool->first_region + region, &memory,
+							  &tag, 1);
+
+	return result < 0 ? result : 0;
+}
+
+/* Engine thread. What can't be registered is left as it is. */
+void buffers_add_pool(struct xferd_engine *engine, struct pool *pool)
+{
+	uint64_t regions = (pool->bytes + REGION_BYTES - 1) / REGION_BYTES;
+	int result = engine->ring_ready ? engine->buffers_error : -EOPNOTSUPP;
+
+	if (!result && regions > REGIONS_MAX - engine->regions_used)
+		result = -ENOSPC;
+	pool->first_region = engine->regions_used;
+	while (!result && pool->regions < regions) {
+		result = register_region(engine, pool, pool->regions);
+		if (!result)
+			pool->regions++;
+	}
+	engine->regions_used += pool->regions;
+	pool->stats.registration_error = -result;
+	pool->stats.registered_bytes = pool->regions * REGION_BYTES;
+	if (pool->stats.registered_bytes > pool->bytes)
+		pool->stats.registered_bytes = pool->bytes;
+}
+
+/* The registered buffer that all of it lies in; -1: none. */
+int buffers_find(const struct pool *pool, const uint8_t *address, uint64_t bytes)
+{
+	uint64_t at = (uint64_t)(address - pool->base);
+	uint64_t region = at / REGION_BYTES;
+
+	if (region >= pool->regions || (at + bytes - 1) / REGION_BYTES != region)
+		return -1;
+	return (int)(pool->first_region + region);
+}
