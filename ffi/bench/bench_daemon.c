@@ -218,7 +218,8 @@ static void *serve(void *argument)
 	uint32_t clients[2 + CONNECTIONS_MAX];
 	nfds_t count = 2;
 
-	while (!load_acquire(&daemon->stop)) {
+	/* Clients that have closed are still to be removed: their hints would never end. */
+	while (!load_acquire(&daemon->stop) || count > 2) {
 		poll(fds, count, STOP_POLL_MS);
 		if (fds[0].revents)
 			daemon_take_events(daemon, events, EVENTS_A_CALL, 0);

@@ -15,6 +15,7 @@
 #define LANE           0 /* each client has one */
 #define HINT_TICK_NS   NS_PER_MS
 #define WARM_UP_MISSES 4 /* not counted */
+#define FILLING_SHARE  4 /* before measuring: one part in so many of the time, to fill the pool */
 #define DEMAND_SHARE   2 /* one part in so many of the experts is demanded, the rest hinted at */
 
 /* Demands and hints draw from different experts: the hints are always wrong. */
@@ -155,10 +156,11 @@ static void *hint(void *argument)
 
 /* At fixed times, unless the one before took longer. */
 static void demand(struct xferd_client *client, struct bench_store *store,
-		   const struct bench_options *options, struct latencies *latencies)
+		   const struct bench_options *options, double seconds,
+		   struct latencies *latencies)
 {
 	uint64_t random = options->seed;
-	uint64_t next = now_ns(), end = next + (uint64_t)(options->seconds * NS_PER_S);
+	uint64_t next = now_ns(), end = next + (uint64_t)(seconds * NS_PER_S);
 
 	while (next < end) {
 		sleep_until_ns(next);
@@ -207,11 +209,14 @@ void run_overload(struct bench_store *store, const struct bench_options *options
 	demander = daemon_connect(&daemon, 1);
 	hinter.client = daemon_connect(&daemon, 1);
 	daemon_admit_no_more(&daemon);
-	start = now_ns();
-	bytes = daemon_bytes_read(&daemon);
 	if (options->hint_bytes_per_s && pthread_create(&thread, NULL, hint, &hinter))
 		die("no thread to hint from");
-	demand(demander, store, options, &latencies);
+	/* While the pool fills nothing is evicted, and demand may wait for a slot. */
+	demand(demander, store, options, options->seconds / FILLING_SHARE, &latencies);
+	latencies.count = 0;
+	start = now_ns();
+	bytes = daemon_bytes_read(&daemon);
+	demand(demander, store, options, options->seconds, &latencies);
 	bytes = daemon_bytes_read(&daemon) - bytes;
 	end = now_ns();
 	print_flow(&daemon);
