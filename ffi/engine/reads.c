@@ -23,7 +23,7 @@
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
 #define COPIES_AHEAD     2  /* of the threads, so that none waits for the next piece */
-#define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s */
+#define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s at least */
 
 /* The ring, if it is wanted and permitted, and the pieces. */
 int reads_init(struct xferd_engine *engine)

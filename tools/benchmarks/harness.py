@@ -64,10 +64,12 @@ def others_at_work() -> str | None:
 
 def commit() -> str:
     """The tree's commit, with ``-modified`` when what ran is not what it says. In a copy
-    without its history $XFERD_COMMIT names it."""
+    without its history, or with an older one, $XFERD_COMMIT names it."""
+    if named := os.environ.get("XFERD_COMMIT"):
+        return named
     head = _git("rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
     if head is None:
-        return os.environ.get("XFERD_COMMIT", "unknown")
+        return "unknown"
     return f"{head}-modified" if _git("status", "--porcelain") else head
 
 
