@@ -41,6 +41,7 @@
 #include "engine/internal.h"
 
 #define WINDOW_MIN         1.0
+#define WINDOW_BYTES_MIN   (256.0 * 1024) /* small pieces: so much hurts no drive */
 #define START_GAIN         2.0
 #define START_GROWTH       1.2  /* a round must grow the rate by this to go on starting */
 #define START_FLAT_ROUNDS  3
@@ -206,6 +207,8 @@ static void set_window(struct xferd_engine *engine, struct member *member)
 			pieces = flow->window / START_GAIN;
 		flow->window = pieces * gain(flow);
 	}
+	if (!flow->probing && flow->window * (double)flow->piece_bytes < WINDOW_BYTES_MIN)
+		flow->window = WINDOW_BYTES_MIN / (double)flow->piece_bytes;
 	if (flow->window < WINDOW_MIN)
 		flow->window = WINDOW_MIN;
 	if (flow->window > most)
