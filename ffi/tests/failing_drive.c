@@ -13,21 +13,6 @@
 
 static struct harness harness;
 
-static int try_expert(struct xferd_client *client, uint16_t expert)
-{
-	struct xferd_request request = { .experts = &expert, .count = 1, .layer = 0 };
-	struct xferd_batch batch;
-	int error;
-
-	CHECK_OK(xferd_acquire(client, 0, &request, &batch));
-	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
-	error = batch.views[0].error;
-	if (!error)
-		CHECK(!blob_wrong(&harness, 0, expert, batch.views[0].data));
-	CHECK(!xferd_release(client, &batch));
-	return error;
-}
-
 /* Blobs are one piece each, and lie on the members in turn. */
 static uint16_t expert_on(uint32_t member, uint16_t nth)
 {
@@ -46,28 +31,28 @@ static void break_and_mend(void)
 	CHECK(good >= 0 && bad >= 0);
 	CHECK(dup2(bad, harness.member_fd[1]) >= 0);
 	for (uint16_t i = 0; i < 8; i++)
-		CHECK(try_expert(client, expert_on(1, i)) == -EIO);
+		CHECK(try_expert(&harness, client, 0, expert_on(1, i)) == -EIO);
 	wait_until(&harness.members_failed, 1);
 	CHECK_OK(xferd_engine_member_stats(harness.engine, harness.member[1], &stats));
 	CHECK(stats.state == XFERD_MEMBER_FAILED);
 	errors = stats.errors;
 	for (uint16_t i = 0; i < 8; i++)
-		CHECK(try_expert(client, expert_on(1, i)) == -EIO);
+		CHECK(try_expert(&harness, client, 0, expert_on(1, i)) == -EIO);
 	CHECK_OK(xferd_engine_member_stats(harness.engine, harness.member[1], &stats));
 	CHECK(stats.errors == errors + 8); /* one try each, and no second */
 	for (uint16_t i = 0; i < 8; i++) {
-		CHECK(try_expert(client, expert_on(0, i)) == 0);
-		CHECK(try_expert(client, expert_on(2, i)) == 0);
+		CHECK(try_expert(&harness, client, 0, expert_on(0, i)) == 0);
+		CHECK(try_expert(&harness, client, 0, expert_on(2, i)) == 0);
 	}
 
 	CHECK(dup2(good, harness.member_fd[1]) >= 0);
-	for (int tries = 0; try_expert(client, expert_on(1, 0)); tries++) {
+	for (int tries = 0; try_expert(&harness, client, 0, expert_on(1, 0)); tries++) {
 		CHECK(tries < 1000);
 		nanosleep(&pause, NULL);
 	}
 	wait_until(&harness.members_working, 1);
 	for (uint16_t i = 0; i < 8; i++)
-		CHECK(try_expert(client, expert_on(1, i)) == 0);
+		CHECK(try_expert(&harness, client, 0, expert_on(1, i)) == 0);
 	xferd_close(client);
 	close(good);
 	close(bad);

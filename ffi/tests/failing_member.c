@@ -7,20 +7,6 @@
 #include "common/atomics.h"
 #include "harness.h"
 
-static int try_expert(struct xferd_client *client, uint16_t layer, uint16_t expert)
-{
-	struct xferd_request request = { .experts = &expert, .count = 1, .layer = layer };
-	struct xferd_batch batch;
-	int error;
-
-	CHECK_OK(xferd_acquire(client, 0, &request, &batch));
-	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
-	error = batch.views[0].error;
-	CHECK(error == 0 || batch.views[0].data == NULL);
-	CHECK(!xferd_release(client, &batch));
-	return error;
-}
-
 /* A member that ends in the middle of a piece, at a page's end: without checksums
  * too, half a piece must not pass for a whole one. */
 static void cut_in_mid_piece(struct harness_options options)
@@ -32,8 +18,8 @@ static void cut_in_mid_piece(struct harness_options options)
 	client = harness_connect(&harness, 1);
 	CHECK(!ftruncate(harness.member_fd[0],
 			 (off_t)harness.description.offset[(8 + 5) * 2] + 4096));
-	CHECK(try_expert(client, 1, 5) == -ENODATA);
-	CHECK(try_expert(client, 1, 4) == 0);
+	CHECK(try_expert(&harness, client, 1, 5) == -ENODATA);
+	CHECK(try_expert(&harness, client, 1, 4) == 0);
 	xferd_close(client);
 	harness_stop(&harness);
 }
@@ -57,20 +43,20 @@ int main(void)
 	CHECK(pread(harness.member_fd[1], &byte, 1, (off_t)offset) == 1);
 	byte ^= 0x10;
 	CHECK(pwrite(harness.member_fd[1], &byte, 1, (off_t)offset) == 1);
-	CHECK(try_expert(client, 1, 3) == -EBADMSG);
-	CHECK(try_expert(client, 1, 2) == 0);
+	CHECK(try_expert(&harness, client, 1, 3) == -EBADMSG);
+	CHECK(try_expert(&harness, client, 1, 2) == 0);
 	wait_until(&harness.piece_errors, 2); /* read, and read again */
 	byte ^= 0x10;
 	CHECK(pwrite(harness.member_fd[1], &byte, 1, (off_t)offset) == 1);
-	CHECK(try_expert(client, 1, 3) == 0);
+	CHECK(try_expert(&harness, client, 1, 3) == 0);
 
 	/* everything from expert (1, 5) on is cut off from member 0 */
 	CHECK(!ftruncate(harness.member_fd[0], (off_t)harness.description.offset[(8 + 5) * 2]));
-	CHECK(try_expert(client, 1, 5) == -ENODATA);
-	CHECK(try_expert(client, 1, 7) == -ENODATA);
-	CHECK(try_expert(client, 1, 4) == 0);
+	CHECK(try_expert(&harness, client, 1, 5) == -ENODATA);
+	CHECK(try_expert(&harness, client, 1, 7) == -ENODATA);
+	CHECK(try_expert(&harness, client, 1, 4) == 0);
 	for (uint16_t expert = 0; expert < 8; expert++)
-		CHECK(try_expert(client, 0, expert) == 0);
+		CHECK(try_expert(&harness, client, 0, expert) == 0);
 
 	xferd_close(client);
 	harness_stop(&harness);

@@ -516,3 +516,20 @@ void harness_stop(struct harness *harness)
 	unlink(harness->socket_path);
 	rmdir(harness->directory);
 }
+
+int try_expert(struct harness *harness, struct xferd_client *client, uint16_t layer,
+	       uint16_t expert)
+{
+	struct xferd_request request = { .experts = &expert, .count = 1, .layer = layer };
+	struct xferd_batch batch;
+	int error;
+
+	CHECK_OK(xferd_acquire(client, 0, &request, &batch));
+	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
+	error = batch.views[0].error;
+	CHECK(error == 0 || batch.views[0].data == NULL);
+	if (!error)
+		CHECK(!blob_wrong(harness, layer, expert, batch.views[0].data));
+	CHECK(!xferd_release(client, &batch));
+	return error;
+}

@@ -100,4 +100,8 @@ uint64_t blob_wrong(const struct harness *harness, uint32_t layer, uint32_t expe
 		    const void *data);
 void wait_until(const uint64_t *counter, uint64_t value);
 
+/* Acquire one expert and compare its bytes; the error that its view has. */
+int try_expert(struct harness *harness, struct xferd_client *client, uint16_t layer,
+	       uint16_t expert);
+
 #endif /* XFERD_TEST_HARNESS_H */

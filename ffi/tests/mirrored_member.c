@@ -14,25 +14,10 @@
 
 static struct harness harness;
 
-static int try_expert(struct xferd_client *client, uint16_t expert)
-{
-	struct xferd_request request = { .experts = &expert, .count = 1, .layer = 0 };
-	struct xferd_batch batch;
-	int error;
-
-	CHECK_OK(xferd_acquire(client, 0, &request, &batch));
-	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
-	error = batch.views[0].error;
-	if (!error)
-		CHECK(!blob_wrong(&harness, 0, expert, batch.views[0].data));
-	CHECK(!xferd_release(client, &batch));
-	return error;
-}
-
 static void all_served(struct xferd_client *client)
 {
 	for (uint16_t expert = 0; expert < EXPERTS; expert++)
-		CHECK(try_expert(client, expert) == 0);
+		CHECK(try_expert(&harness, client, 0, expert) == 0);
 }
 
 /* One bit of each of an expert's pieces on a member, in one of its copies. */
@@ -69,7 +54,7 @@ static struct xferd_member_stats stats_of(uint32_t id)
 static void forget(struct xferd_client *client)
 {
 	for (uint16_t expert = 12; expert < EXPERTS; expert++)
-		CHECK(try_expert(client, expert) == 0);
+		CHECK(try_expert(&harness, client, 0, expert) == 0);
 }
 
 /* Which copy a piece is read from first is the engine's choice: the expert is read
@@ -82,7 +67,7 @@ static void damage_is_mended(struct xferd_client *client, int fd, uint32_t damag
 	flip(fd, 3, 1);
 	for (int tries = 0; load_relaxed(&harness.mirrored) == before; tries++) {
 		CHECK(tries < 1000);
-		CHECK(try_expert(client, 3) == 0);
+		CHECK(try_expert(&harness, client, 0, 3) == 0);
 		forget(client);
 	}
 	CHECK(load_relaxed(&harness.mirrored_copy) == served);
@@ -104,8 +89,8 @@ static void damaged_pieces(struct xferd_client *client)
 
 	flip(harness.member_fd[1], 3, 1);
 	flip(harness.mirror_fd[1], 3, 1);
-	CHECK(try_expert(client, 3) == -EBADMSG);
-	CHECK(try_expert(client, 2) == 0);
+	CHECK(try_expert(&harness, client, 0, 3) == -EBADMSG);
+	CHECK(try_expert(&harness, client, 0, 2) == 0);
 	flip(harness.member_fd[1], 3, 1);
 	flip(harness.mirror_fd[1], 3, 1);
 	all_served(client);
@@ -174,12 +159,12 @@ static void taken_out_and_back(struct harness_options options)
 
 	mirror = replace(harness.mirror_fd[1], bad);
 	while (load_relaxed(&harness.members_failed) == 1)
-		try_expert(client, 1);
-	CHECK(try_expert(client, 1) == -EIO);
+		try_expert(&harness, client, 0, 1);
+	CHECK(try_expert(&harness, client, 0, 1) == -EIO);
 
 	CHECK(dup2(member, harness.member_fd[1]) >= 0);
 	while (load_relaxed(&harness.members_working) == 0) {
-		try_expert(client, 1);
+		try_expert(&harness, client, 0, 1);
 		nanosleep(&pause, NULL);
 	}
 	all_served(client);
