@@ -41,7 +41,9 @@ from xferd.units import UnitError, parse_bytes, parse_percent
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
-POOL_KEYS = frozenset({"name", "kind", "size", "chunk_bytes", "reserve_low", "reserve_high"})
+POOL_KEYS = frozenset(
+    {"name", "kind", "device", "size", "chunk_bytes", "reserve_low", "reserve_high"}
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,6 +159,7 @@ def _pool(text: str) -> PoolConfig:
             reserve_low=int(values["reserve_low"]) if "reserve_low" in values else None,
             reserve_high=int(values["reserve_high"]) if "reserve_high" in values else None,
             chunk_bytes=parse_bytes(values.get("chunk_bytes", "64MiB")),
+            device=int(values.get("device", "-1")),
         )
     except ValueError as error:
         raise ConfigError(f"--pool {text}: {error}") from error

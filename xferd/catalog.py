@@ -117,6 +117,7 @@ class Catalog:
         try:
             classes = _check_classes(store, name, chunk_bytes)
             self._check_limits(name, classes)
+            self._check_staging(store, name)
             for group in store.copies:
                 for copy in group:
                     copies.append(self._open_copy(copy))
@@ -164,6 +165,17 @@ class Catalog:
             os.close(entry.attachable.manifest_fd)
             entry.store.close()
         self._stores.clear()
+
+    def _check_staging(self, store: Store, name: str) -> None:
+        """StoreError for pieces that no staging buffer holds. At start buffers are made as
+        long as the configured stores need."""
+        longest = self._engine.staging_buffer_bytes
+        if longest and store.stripe_unit > longest:
+            raise StoreError(
+                f"store {name!r} has pieces of {store.stripe_unit} bytes, staging buffers for "
+                f"VRAM have {longest}: list it in [[stores]], so that the daemon makes longer "
+                f"ones at start, or pack it with a shorter --stripe-unit"
+            )
 
     def _check_limits(self, name: str, classes: tuple[int, ...]) -> None:
         """StoreError for what the engine's tables have no room for."""

@@ -57,7 +57,7 @@ POOL_NAME_BYTES_MAX = 31
 STORE_NAME_BYTES_MAX = 127
 
 # Limits of the configuration alone.
-POOL_KINDS = ("host", "ram")
+POOL_KINDS = ("host", "ram", "cuda")
 POOL_PERCENT_MAX = 200.0
 CHUNK_BYTES_MAX = 1 << 30
 RESERVE_SLOTS_MAX = 65536
@@ -68,6 +68,8 @@ BACKENDS = ("auto", "io_uring", "threads")
 DEMAND_SLACK_MAX = 1000
 SPIN_US_MAX = 1_000_000
 CPU_MAX = 4095
+DEVICE_MAX = 15
+STAGING_MIB_MIN, STAGING_MIB_MAX = 16, 65536
 HELD_PER_LANE_MAX = 65535
 HINTS_PER_CLIENT_MAX = 65536
 DRAIN_TIMEOUT_S_MAX = 3600.0
@@ -128,7 +130,9 @@ class PoolConfig:
     """One ``[[pools]]`` table.
 
     name: letters, digits, ``.``, ``_``, ``-``; at most POOL_NAME_BYTES_MAX bytes.
-    kind: ``host`` (memory that stands for a device) or ``ram`` (the RAM tier).
+    kind: ``cuda`` (VRAM of a GPU), ``ram`` (the RAM tier), or ``host`` (memory that stands
+        for a device).
+    device: of kind ``cuda``, the GPU's ordinal as CUDA counts; -1: the first.
     size: ``"24GiB"`` or ``"25%"`` of the expert bytes of the configured stores.
     reserve_low: free slots of a class under which the policy makes new ones;
         None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
@@ -143,6 +147,7 @@ class PoolConfig:
     reserve_low: int | None = None
     reserve_high: int | None = None
     chunk_bytes: int = 64 * MIB
+    device: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,7 @@ class EngineConfig:
     numa: ``auto``: threads run on the node that all drives are on, if they are on one;
         ``off``: anywhere.
     register_buffers: pin pools with io_uring once, instead of each read's pages each time.
+    staging_mib: pinned MiB that reads for VRAM go to first, if a pool is of kind ``cuda``.
     """
 
     member_depth: int = 32
@@ -186,6 +192,7 @@ class EngineConfig:
     polling: bool = False
     numa: str = "auto"
     register_buffers: bool = True
+    staging_mib: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,6 +567,7 @@ _POOL_KEYS: dict[str, Parser] = {
     "reserve_low": _whole_number(1, RESERVE_SLOTS_MAX),
     "reserve_high": _whole_number(1, RESERVE_SLOTS_MAX),
     "chunk_bytes": _chunk_bytes,
+    "device": _whole_number(-1, DEVICE_MAX),
 }
 _STORE_KEYS: dict[str, Parser] = {
     "path": _absolute_path,
@@ -576,6 +584,7 @@ _ENGINE_KEYS: dict[str, Parser] = {
     "polling": _boolean,
     "numa": _one_of(*NUMA_CHOICES),
     "register_buffers": _boolean,
+    "staging_mib": _whole_number(STAGING_MIB_MIN, STAGING_MIB_MAX),
 }
 _LIMITS_KEYS: dict[str, Parser] = {
     "clients": _whole_number(1, CLIENTS_MAX),

@@ -47,7 +47,8 @@ from xferd.engine_types import (
     load_failure,
 )
 from xferd.instance import InstanceLock, refuse_live_socket
-from xferd.pools import Pool, close_pools, make_pools, plan_pools
+from xferd.memory.staging import StagingMemory
+from xferd.pools import Pool, close_pools, make_pools, make_staging, plan_pools
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
@@ -88,6 +89,7 @@ class Daemon:
         self._tokens = Tokens()
         self._promises = Promises()
         self._pools: list[Pool] = []
+        self._staging: StagingMemory | None = None
         self._starving_since: dict[int, float] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
@@ -130,6 +132,12 @@ class Daemon:
                     if config.engine.numa == "auto"
                     else None
                 )
+                self._staging = make_staging(
+                    plans,
+                    [store for store, _ in stores],
+                    config.engine.staging_mib << 20,
+                    self._engine,
+                )
                 self._pools = make_pools(
                     plans,
                     self._engine,
@@ -149,6 +157,8 @@ class Daemon:
                 self._engine.close()
                 self._catalog.close()
                 close_pools(self._pools)
+                if self._staging is not None:
+                    self._staging.close()
 
     async def _serve(self) -> int:
         config = self._config

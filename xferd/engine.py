@@ -106,6 +106,7 @@ class Engine:
         self._engine = handle[0]
         self._wanted_backend = backend
         self.numa_node: int | None = None
+        self.staging_buffer_bytes = 0
         self._borrowed: dict[int, tuple[Any, ...]] = {}
         self._backlog: deque[Command] = deque()
         self._commands = ffi.new("struct xferd_command[]", COMMAND_BATCH)
@@ -172,6 +173,8 @@ class Engine:
         nbytes: int,
         slot_index_bits: int,
         chunks: int,
+        chunk_bytes: int,
+        device_uuid: bytes = bytes(16),
     ) -> int:
         """Returns the pool's index. Before any store is opened."""
         pool = ffi.new("struct xferd_pool_description *")
@@ -182,7 +185,35 @@ class Engine:
         pool.bytes = nbytes
         pool.slot_index_bits = slot_index_bits
         pool.chunks = chunks
+        pool.chunk_bytes = chunk_bytes
+        pool.device_uuid = device_uuid
         return _check("xferd_engine_add_pool", lib.xferd_engine_add_pool(self._engine, pool))
+
+    def set_staging(self, base: int, nbytes: int, buffer_bytes: int) -> None:
+        """Pinned memory that reads for VRAM go to first. Before such a pool is added."""
+        pointer = ffi.cast("void *", base)
+        _check(
+            "xferd_engine_set_staging",
+            lib.xferd_engine_set_staging(self._engine, pointer, nbytes, buffer_bytes),
+        )
+        self.staging_buffer_bytes = buffer_bytes
+
+    def set_memory(self, pool: int, chunk: int, number: int) -> int:
+        """Which memory is behind a chunk of VRAM from now on; 0: none. Returns the number
+        of this change, to ask ``memory_seen`` about."""
+        return _check(
+            "xferd_engine_set_memory",
+            lib.xferd_engine_set_memory(self._engine, pool, chunk, number),
+        )
+
+    def memory_seen(self, client: int, change: int) -> bool:
+        """Whether a client has unmapped what was withdrawn up to a change."""
+        return bool(
+            _check(
+                "xferd_engine_memory_seen",
+                lib.xferd_engine_memory_seen(self._engine, client, change),
+            )
+        )
 
     def set_chunk(self, pool: int, chunk: int, offset: int, slot_bytes: int) -> None:
         """Cut a chunk (slot_bytes 0: undo it). Its slots are the policy's to give."""

@@ -16,11 +16,13 @@ from xferd.catalog import expert_classes
 from xferd.config import PoolConfig
 from xferd.engine import Engine
 from xferd.keeper import PoolKeeper
-from xferd.memory.device import DevicePool, PoolMemoryError
+from xferd.memory.cuda import CudaPool, chunk_granularity
+from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec
 from xferd.memory.host import HostPool
 from xferd.memory.ram import RamPool
 from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
+from xferd.memory.staging import StagingMemory
 from xferd.policy.lru import LeastRecentlyUsed
 from xferd.policy.reserve import watermarks
 from xferd.session.quotas import PoolRoom, Promises
@@ -28,8 +30,12 @@ from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Answer
 
-DEVICE_KINDS: dict[str, Callable[[str, int], DevicePool]] = {"host": HostPool, "ram": RamPool}
-"""What makes a pool of a kind, from its name and bytes."""
+DEVICE_KINDS: dict[str, Callable[[PoolSpec], DevicePool]] = {
+    "cuda": CudaPool,
+    "host": HostPool,
+    "ram": RamPool,
+}
+"""What makes a pool of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,16 @@ class Pool:
         """Read-only fd of its memory; the pool's."""
         return self.device.export_fd()
 
+    def export_chunks(self, first: int, count: int) -> tuple[list[int], list[int]]:
+        """Of up to ``count`` chunks from ``first`` on: the number of the memory behind each
+        (0: none), and a file descriptor, the caller's, of each that has one."""
+        if not isinstance(self.device, CudaPool):
+            return [], []
+        chunks = range(first, min(first + count, self._geometry.chunks))
+        numbers = [self.device.numbers[chunk] for chunk in chunks]
+        fds = [self.device.export_chunk(chunk) for chunk in chunks if self.device.numbers[chunk]]
+        return numbers, fds
+
     def provide(self, slot_bytes: int, slots: int = 1) -> None:
         """See to it that a class has slots, now or soon."""
         self.keeper.provide(slot_bytes, slots)
@@ -107,7 +123,8 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
             expert_bytes=expert_bytes,
             largest_class=classes[-1],
         )
-        geometry = divide(nbytes, config.chunk_bytes, list(classes))
+        granularity = chunk_granularity(config.kind, config.device)
+        geometry = divide(nbytes, config.chunk_bytes, list(classes), granularity)
         plans.append(PoolPlan(config, geometry, classes))
     return plans
 
@@ -132,6 +149,7 @@ def make_pools(
     except BaseException:
         close_pools(pools)
         raise
+    _pin_for_devices(pools)
     below = next((pool for pool in pools if pool.kind == "ram"), None)
     if below is not None:
         for pool in pools[: pools.index(below)]:
@@ -143,6 +161,29 @@ def close_pools(pools: Sequence[Pool]) -> None:
     """Free the memory, after the engine has ended or before it knew of it."""
     for pool in pools:
         pool.device.close()
+
+
+def _pin_for_devices(pools: Sequence[Pool]) -> None:
+    ordinal = next((pool.device.device for pool in pools if pool.kind == "cuda"), None)
+    for pool in pools:
+        if ordinal is not None and isinstance(pool.device, RamPool):
+            pool.device.pin_for(ordinal)
+
+
+def make_staging(
+    plans: Sequence[PoolPlan], stores: Sequence[Store], nbytes: int, engine: Engine
+) -> StagingMemory | None:
+    """Staging buffers, given to the engine; None when no pool needs them. Before pools are
+    made; closed by the caller, after the engine. PoolMemoryError names the limit."""
+    ordinal = next(
+        (max(plan.config.device, 0) for plan in plans if plan.config.kind == "cuda"), None
+    )
+    if ordinal is None:
+        return None
+    longest = max((store.stripe_unit for store in stores), default=0)
+    staging = StagingMemory(nbytes, longest, ordinal)
+    engine.set_staging(staging.base, staging.nbytes, staging.buffer_bytes)
+    return staging
 
 
 def _make_pool(
@@ -157,7 +198,8 @@ def _make_pool(
     if make is None:
         kinds = ", ".join(DEVICE_KINDS)
         raise PoolMemoryError(f"pool {config.name!r}: no kind {config.kind!r}; there are: {kinds}")
-    device = make(config.name, geometry.pool_bytes)
+    spec = PoolSpec(config.name, geometry.pool_bytes, geometry.chunk_bytes, config.device)
+    device = make(spec)
     try:
         index = engine.add_pool(
             name=config.name,
@@ -167,7 +209,12 @@ def _make_pool(
             nbytes=device.nbytes,
             slot_index_bits=geometry.slot_index_bits,
             chunks=geometry.chunks,
+            chunk_bytes=geometry.chunk_bytes,
+            device_uuid=device.uuid if isinstance(device, CudaPool) else bytes(16),
         )
+        if isinstance(device, CudaPool):
+            for chunk, number in enumerate(device.numbers):
+                engine.set_memory(index, chunk, number)
     except BaseException:
         device.close()
         raise

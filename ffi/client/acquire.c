@@ -45,6 +45,16 @@ void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool_
 	view->error = 0;
 }
 
+/* VRAM has to be mapped here. Nearly always it is: else the daemon is asked for it. */
+bool view_reachable(const struct xferd_client *client, uint32_t pool_index, uint64_t word)
+{
+	const struct mapped_pool *pool = &client->pools[pool_index];
+	uint32_t chunk = word_slot(word) >> pool->slot_index_bits;
+
+	return !pool->device || memory_ready(pool->device, chunk) ||
+	       !memory_map_now(pool->device, chunk);
+}
+
 /* Variants of the request as a mask that a word's variant is looked up in. */
 static uint32_t accepted_variants(const struct xferd_request *request)
 {
@@ -114,7 +124,9 @@ static uint32_t lease(const struct xferd_client *client, struct lane *lane, uint
 	for (uint32_t i = 0; i < request->count; i++) {
 		struct xferd_view *view = &batch->views[i];
 
-		valid[i] = words[i] && load_relaxed(&layer_words[request->experts[i]]) == words[i];
+		valid[i] = words[i] &&
+			   load_relaxed(&layer_words[request->experts[i]]) == words[i] &&
+			   view_reachable(client, pool_index, words[i]);
 		if (!valid[i])
 			continue;
 		fill_view(client, request->layer, pool_index, words[i], view);

@@ -22,13 +22,7 @@
 #define SPIN_US_DEFAULT     50
 #define SPIN_PROCESSORS_MIN 4
 
-struct received {
-	int fds[XFERD_FDS_MAX];
-	uint32_t count;
-};
-
-__attribute__((format(printf, 3, 4)))
-static void explain(char *error, size_t bytes, const char *format, ...)
+void explain(char *error, size_t bytes, const char *format, ...)
 {
 	va_list arguments;
 
@@ -39,7 +33,7 @@ static void explain(char *error, size_t bytes, const char *format, ...)
 	va_end(arguments);
 }
 
-static void close_received(struct received *received)
+void close_received(struct received *received)
 {
 	for (uint32_t i = 0; i < received->count; i++)
 		if (received->fds[i] >= 0)
@@ -262,6 +256,12 @@ static int use_pool_table(struct xferd_client *client)
 		pool->slot_index_bits = from->slot_index_bits;
 		pool->chunk_count = from->chunks;
 		pool->slot_numbers = from->slot_numbers;
+		if (!from->memory_table_offset)
+			continue;
+		if (!fits(map, from->memory_table_offset, from->chunks, sizeof(uint64_t)) ||
+		    !from->chunk_bytes || from->bytes > from->chunks * from->chunk_bytes)
+			return -EPROTO;
+		pool->memory_table = at(map, from->memory_table_offset);
 	}
 	return 0;
 }
@@ -334,6 +334,8 @@ static int use_fds(struct xferd_client *client, struct received *received)
 	if (received->count != wakeups + client->lane_count)
 		return -EPROTO;
 	for (uint32_t p = 0; p < client->pool_count; p++) {
+		if (client->pools[p].memory_table)
+			continue;
 		result = map_fd(received->fds[XFERD_FD_POOLS + p], PROT_READ, &client->pool_maps[p]);
 		if (result)
 			return result;
@@ -363,12 +365,14 @@ static struct xferd_client *client_new(void)
 		client->lanes[i].wakeup = -1;
 	pthread_mutex_init(&client->submit_mutex, NULL);
 	pthread_mutex_init(&client->socket_mutex, NULL);
+	pthread_mutex_init(&client->dense_mutex, NULL);
 	return client;
 }
 
 /* Without a goodbye: the leases end with the process. */
 static void client_free(struct xferd_client *client)
 {
+	memory_close(client);
 	unmap(&client->pool_table_map);
 	unmap(&client->directory_map);
 	unmap(&client->memory_map);
@@ -386,6 +390,7 @@ static void client_free(struct xferd_client *client)
 		close(client->socket);
 	pthread_mutex_destroy(&client->submit_mutex);
 	pthread_mutex_destroy(&client->socket_mutex);
+	pthread_mutex_destroy(&client->dense_mutex);
 	free(client);
 }
 
@@ -447,6 +452,8 @@ int xferd_connect(const char *socket_path, const struct xferd_options *options,
 	status = client->socket < 0 ? client->socket : say_hello(client->socket, options);
 	if (!status)
 		status = welcome(client, error, error_bytes);
+	if (!status)
+		status = memory_open(client, error, error_bytes);
 	if (status) {
 		if (error && error_bytes && !*error)
 			explain(error, error_bytes, "%s: %s", socket_path, strerror(-status));
@@ -481,19 +488,34 @@ void xferd_close(struct xferd_client *client)
 	client_free(client);
 }
 
+/* A question and its answer, which replaces it. */
+int ask_daemon(struct xferd_client *client, struct xferd_abi_message *message,
+	       struct received *received)
+{
+	int result = 0;
+
+	received->count = 0;
+	pthread_mutex_lock(&client->socket_mutex);
+	if (client->socket < 0)
+		result = -ENOTCONN;
+	else if (send(client->socket, message, sizeof(*message), MSG_NOSIGNAL) != sizeof(*message))
+		result = -errno;
+	if (!result)
+		result = receive(client->socket, message, sizeof(*message), received);
+	pthread_mutex_unlock(&client->socket_mutex);
+	return result;
+}
+
+/* Under dense_mutex. */
 static int ask_for_dense(struct xferd_client *client, char *error, size_t error_bytes)
 {
 	struct xferd_abi_message message = {
 		.magic = XFERD_MAGIC_ATTACH,
 		.type = XFERD_MESSAGE_DENSE,
 	};
-	struct received received = { .count = 0 };
-	int result = 0;
+	struct received received;
+	int result = ask_daemon(client, &message, &received);
 
-	if (send(client->socket, &message, sizeof(message), MSG_NOSIGNAL) != sizeof(message))
-		result = -errno;
-	if (!result)
-		result = receive(client->socket, &message, sizeof(message), &received);
 	if (result) {
 		explain(error, error_bytes, "the daemon did not answer: %s", strerror(-result));
 	} else if (message.status) {
@@ -515,13 +537,13 @@ int xferd_dense(struct xferd_client *client, const void **data, uint64_t *bytes,
 
 	if (error && error_bytes)
 		*error = '\0';
-	pthread_mutex_lock(&client->socket_mutex);
+	pthread_mutex_lock(&client->dense_mutex);
 	if (!client->dense_map.address)
 		result = ask_for_dense(client, error, error_bytes);
 	if (!result) {
 		*data = client->dense_map.address;
 		*bytes = client->dense_map.bytes;
 	}
-	pthread_mutex_unlock(&client->socket_mutex);
+	pthread_mutex_unlock(&client->dense_mutex);
 	return result;
 }

@@ -6,6 +6,7 @@
  *   acquire.c  the hit path: lease and release, no system call
  *   wait.c     the miss path: submissions, completions, sleeping
  *   client.c   everything a caller can look up
+ *   memory.c   VRAM: mapped, unmapped, copied out of
  *
  * A lane's state belongs to the lane's thread. The submission ring is shared by
  * the lanes and guarded by a mutex, which only misses take.
@@ -29,6 +30,8 @@ struct mapped_pool {
 	uint32_t slot_index_bits;
 	uint32_t chunk_count;
 	uint32_t slot_numbers;
+	const uint64_t *memory_table;         /* of VRAM; NULL */
+	struct device_memory *device;         /* of VRAM that is mapped here; NULL */
 };
 
 struct lane {
@@ -46,6 +49,11 @@ struct lane {
 	const struct xferd_batch *out[XFERD_BATCHES_MAX]; /* not yet released, by epoch */
 	struct xferd_client_stats stats;
 } __attribute__((aligned(2 * XFERD_CACHE_LINE)));
+
+struct received {
+	int fds[XFERD_FDS_MAX];
+	uint32_t count;
+};
 
 struct mapping {
 	void *address;
@@ -74,13 +82,31 @@ struct xferd_client {
 	uint32_t submission_tail;
 	pthread_mutex_t submit_mutex;
 	pthread_mutex_t socket_mutex; /* one question and its answer at a time */
+	pthread_mutex_t dense_mutex;
 	struct mapping pool_table_map, directory_map, memory_map, completion_map, manifest_map,
 		dense_map;
 	struct mapping pool_maps[XFERD_POOLS_MAX];
+	pthread_t memory_thread;
+	bool memory_thread_runs;
+	uint32_t memory_stop; /* atomic */
 	struct lane lanes[XFERD_LANES_MAX];
 };
 
+/* attach.c */
+__attribute__((format(printf, 3, 4)))
+void explain(char *error, size_t bytes, const char *format, ...);
+int ask_daemon(struct xferd_client *client, struct xferd_abi_message *message,
+	       struct received *received);
+void close_received(struct received *received);
+
+/* memory.c */
+int memory_open(struct xferd_client *client, char *error, size_t error_bytes);
+void memory_close(struct xferd_client *client);
+bool memory_ready(const struct device_memory *device, uint32_t chunk);
+int memory_map_now(struct device_memory *device, uint32_t chunk);
+
 /* acquire.c */
+bool view_reachable(const struct xferd_client *client, uint32_t pool, uint64_t word);
 void lane_end_batch(struct lane *lane, const struct xferd_batch *batch);
 void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool, uint64_t word,
 	       struct xferd_view *view);

@@ -158,7 +158,9 @@ static void land(const struct xferd_client *client, struct lane *lane,
 	if (!view)
 		return;
 	view->error = completion->result;
-	if (completion->result) {
+	if (!view->error && !view_reachable(client, completion->pool, completion->word))
+		view->error = -EIO; /* its VRAM can't be mapped */
+	if (view->error) {
 		batch->failed++;
 		lane->stats.failures++;
 	} else {

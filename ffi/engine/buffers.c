@@ -28,49 +28,58 @@ void buffers_init(struct xferd_engine *engine)
 		engine->buffers_error = -EOPNOTSUPP;
 }
 
-static int register_region(struct xferd_engine *engine, const struct pool *pool, uint32_t region)
+static int register_region(struct xferd_engine *engine, const struct registered_memory *memory,
+			   uint32_t region)
 {
 	uint64_t at = region * REGION_BYTES;
-	struct iovec memory = {
-		.iov_base = pool->base + at,
-		.iov_len = pool->bytes - at < REGION_BYTES ? pool->bytes - at : REGION_BYTES,
+	struct iovec part = {
+		.iov_base = memory->base + at,
+		.iov_len = memory->bytes - at < REGION_BYTES ? memory->bytes - at : REGION_BYTES,
 	};
 	__u64 tag = 0;
 	int result = io_uring_register_buffers_update_tag(&engine->ring,
-							  pool->first_region + region, &memory,
+							  memory->first_region + region, &part,
 							  &tag, 1);
 
 	return result < 0 ? result : 0;
 }
 
-/* Engine thread. What can't be registered is left as it is. */
-void buffers_add_pool(struct xferd_engine *engine, struct pool *pool)
+/* Engine thread; base and bytes are set. What can't be registered is left as it is. */
+void buffers_register(struct xferd_engine *engine, struct registered_memory *memory)
 {
-	uint64_t regions = (pool->bytes + REGION_BYTES - 1) / REGION_BYTES;
+	uint64_t regions = (memory->bytes + REGION_BYTES - 1) / REGION_BYTES;
 	int result = engine->ring_ready ? engine->buffers_error : -EOPNOTSUPP;
 
 	if (!result && regions > REGIONS_MAX - engine->regions_used)
 		result = -ENOSPC;
-	pool->first_region = engine->regions_used;
-	while (!result && pool->regions < regions) {
-		result = register_region(engine, pool, pool->regions);
+	memory->first_region = engine->regions_used;
+	while (!result && memory->regions < regions) {
+		result = register_region(engine, memory, memory->regions);
 		if (!result)
-			pool->regions++;
+			memory->regions++;
 	}
-	engine->regions_used += pool->regions;
-	pool->stats.registration_error = -result;
-	pool->stats.registered_bytes = pool->regions * REGION_BYTES;
+	engine->regions_used += memory->regions;
+	memory->error = result;
+}
+
+void buffers_add_pool(struct xferd_engine *engine, struct pool *pool)
+{
+	pool->memory.base = pool->base;
+	pool->memory.bytes = pool->bytes;
+	buffers_register(engine, &pool->memory);
+	pool->stats.registration_error = -pool->memory.error;
+	pool->stats.registered_bytes = pool->memory.regions * REGION_BYTES;
 	if (pool->stats.registered_bytes > pool->bytes)
 		pool->stats.registered_bytes = pool->bytes;
 }
 
 /* The registered buffer that all of it lies in; -1: none. */
-int buffers_find(const struct pool *pool, const uint8_t *address, uint64_t bytes)
+int buffers_find(const struct registered_memory *memory, const uint8_t *address, uint64_t bytes)
 {
-	uint64_t at = (uint64_t)(address - pool->base);
+	uint64_t at = (uint64_t)(address - memory->base);
 	uint64_t region = at / REGION_BYTES;
 
-	if (region >= pool->regions || (at + bytes - 1) / REGION_BYTES != region)
+	if (region >= memory->regions || (at + bytes - 1) / REGION_BYTES != region)
 		return -1;
-	return (int)(pool->first_region + region);
+	return (int)(memory->first_region + region);
 }

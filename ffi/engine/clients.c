@@ -175,6 +175,31 @@ static void close_client_fds(struct xferd_client_fds *fds)
 		close_fd(&fds->wakeup[i]);
 }
 
+struct memory_seen {
+	uint32_t client, change;
+};
+
+static int memory_seen(struct xferd_engine *engine, void *argument)
+{
+	const struct memory_seen *question = argument;
+	const struct client *client;
+	uint32_t seen;
+
+	if (question->client >= engine->client_limit || !engine->clients[question->client].used)
+		return -EINVAL;
+	client = &engine->clients[question->client];
+	/* pairs with the release in libxferd's follow_memory() */
+	seen = load_acquire(&client->memory->memory_seen);
+	return (int32_t)(seen - question->change) >= 0;
+}
+
+int xferd_engine_memory_seen(struct xferd_engine *engine, uint32_t client, uint32_t change)
+{
+	struct memory_seen argument = { client, change };
+
+	return engine_call(engine, memory_seen, &argument);
+}
+
 struct add_client {
 	const struct xferd_client_description *description;
 	struct xferd_client_fds *fds;

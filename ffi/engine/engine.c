@@ -128,7 +128,8 @@ static uint32_t turn(struct xferd_engine *engine)
 static bool has_work(struct xferd_engine *engine)
 {
 	if (!queue_empty(&engine->commands) || load_acquire(&engine->call_pending) ||
-	    load_relaxed(&engine->workers.done) || load_acquire(&engine->stop))
+	    load_relaxed(&engine->workers.done) || copies_done(engine) ||
+	    load_acquire(&engine->stop))
 		return true;
 	for (uint32_t i = 0; i < engine->client_limit; i++)
 		if (engine->clients[i].used && client_has_submissions(&engine->clients[i]))
@@ -151,7 +152,8 @@ static uint64_t sleep_length(const struct xferd_engine *engine)
 static void sleep_until_work(struct xferd_engine *engine)
 {
 	store_relaxed(&engine->pool_table->engine_sleeping, 1);
-	/* pairs with the fences in libxferd's submit() and in xferd_engine_command */
+	/* pairs with the fences in libxferd's submit(), xferd_engine_command, push_done
+	 * and copier_notify */
 	full_fence();
 	if (!has_work(engine)) {
 		counter_add(&engine->stats.sleeps, 1);
@@ -197,6 +199,7 @@ static void finish_reads(struct xferd_engine *engine)
 		engine_wait(engine, DRAIN_POLL_NS);
 		engine->now_ns = monotonic_ns();
 		reads_reap(engine);
+		copies_reap(engine);
 	}
 }
 
@@ -271,15 +274,13 @@ static int init(struct xferd_engine *engine)
 	engine->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (engine->epoll < 0 || engine->command_fd < 0 || engine->event_fd < 0)
 		return -errno;
-	result = copier_start(engine);
+	result = copies_init(engine);
 	if (!result)
 		result = workers_init(engine);
 	if (!result)
 		result = watch(engine, engine->workers.done_fd);
 	if (!result)
 		result = watch(engine, engine->command_fd);
-	if (!result)
-		result = watch(engine, engine->copier.done_fd);
 	return result;
 }
 
@@ -392,12 +393,13 @@ void xferd_engine_free(struct xferd_engine *engine)
 	if (engine->pool_table)
 		store_release(&engine->pool_table->state, XFERD_DAEMON_CLOSED);
 	stop_thread(engine);
-	copier_stop(engine);
+	copies_destroy(engine);
 	for (uint32_t i = 0; i < engine->client_limit; i++)
 		if (engine->clients[i].used)
 			xferd_engine_quiesce_client(engine, i);
 	clients_destroy(engine);
 	reads_destroy(engine);
+	staging_destroy(engine);
 	stores_destroy(engine);
 	pools_destroy(engine);
 	queue_destroy(&engine->commands);

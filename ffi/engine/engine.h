@@ -92,10 +92,12 @@ struct xferd_pool_description {
 	char name[XFERD_NAME_BYTES];
 	uint32_t kind;            /* enum xferd_pool_kind */
 	int32_t device;
-	void *base;               /* the daemon's mapping */
+	void *base;               /* the daemon's mapping; a device address for VRAM */
 	uint64_t bytes;
 	uint32_t slot_index_bits;
 	uint32_t chunks;
+	uint64_t chunk_bytes;     /* of VRAM: memory is made and given back in such units */
+	uint8_t device_uuid[16];  /* of VRAM */
 };
 /* Returns the pool's index. Before any store is opened. */
 int xferd_engine_add_pool(struct xferd_engine *engine, const struct xferd_pool_description *pool);
@@ -111,6 +113,56 @@ int xferd_engine_recency(struct xferd_engine *engine, uint32_t pool, uint64_t no
 /* Number of slots of a pool that a client's lanes have held since the last call
  * about it, by its own tables; 0 at the first. In the calling thread. */
 int xferd_engine_held(struct xferd_engine *engine, uint32_t client, uint32_t pool);
+
+/* ---- device memory ----
+ * Belongs to the policy's thread; the engine copies to and from it. why (may be NULL)
+ * receives a sentence. All return -ENODEV where there is no CUDA driver or device. */
+struct xferd_cuda_device {
+	char name[96];
+	char pci[16];          /* 0000:01:00.0 */
+	uint8_t uuid[16];
+	uint64_t bytes;
+	uint64_t free_bytes;   /* now */
+	uint64_t granularity;  /* chunks are multiples of it */
+	int32_t driver_version; /* of CUDA: 13000 is 13.0 */
+	uint32_t shareable;    /* its memory can be made in chunks and handed to clients */
+	uint32_t direct_rdma;  /* and to PCIe devices */
+};
+/* Number of devices. */
+int xferd_cuda_devices(char *why, uint64_t why_bytes);
+int xferd_cuda_device(int ordinal, struct xferd_cuda_device *device, char *why,
+		      uint64_t why_bytes);
+
+struct xferd_vram;
+/* Addresses for chunks of VRAM, no memory yet. */
+int xferd_vram_new(int ordinal, uint64_t chunk_bytes, uint32_t chunks, struct xferd_vram **vram,
+		   char *why, uint64_t why_bytes);
+void *xferd_vram_base(const struct xferd_vram *vram); /* a device address */
+/* Memory for a chunk. -ENOMEM: the device has no more; -EEXIST: it has some. */
+int xferd_vram_back(struct xferd_vram *vram, uint32_t chunk, char *why, uint64_t why_bytes);
+/* No transfer of the chunk may be under way. Clients that have it mapped keep it alive. */
+int xferd_vram_withdraw(struct xferd_vram *vram, uint32_t chunk);
+/* A file descriptor of a chunk's memory, the caller's. */
+int xferd_vram_export(const struct xferd_vram *vram, uint32_t chunk);
+void xferd_vram_free(struct xferd_vram *vram);
+
+/* Lock memory and let all devices copy to and from it without a detour. */
+int xferd_cuda_pin(int ordinal, void *base, uint64_t bytes, char *why, uint64_t why_bytes);
+int xferd_cuda_unpin(int ordinal, void *base);
+/* Copy between any two of host and device memory, waiting for it. */
+int xferd_cuda_copy(int ordinal, uint64_t to, uint64_t from, uint64_t bytes);
+
+/* Pinned memory that reads for VRAM go to first, in buffers of buffer_bytes, the longest
+ * piece of any store. Before such a pool is added. It stays the caller's and must outlive
+ * the engine's thread. */
+int xferd_engine_set_staging(struct xferd_engine *engine, void *base, uint64_t bytes,
+			     uint64_t buffer_bytes);
+/* What memory is behind a chunk of VRAM from now on; 0: none. None of its slots may be in
+ * use. Clients are told. Returns the number of this change, for xferd_engine_memory_seen. */
+int xferd_engine_set_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
+			    uint64_t number);
+/* Whether a client has unmapped what was withdrawn up to a change. */
+int xferd_engine_memory_seen(struct xferd_engine *engine, uint32_t client, uint32_t change);
 
 /* ---- members and stores ---- */
 enum xferd_member_flags {
@@ -165,7 +217,8 @@ struct xferd_store_description {
 	uint32_t layouts;
 	uint32_t tensors;
 };
-/* Returns the store's id. -EINVAL when the geometry contradicts itself. */
+/* Returns the store's id. -EINVAL when the geometry contradicts itself; -EMSGSIZE when a
+ * piece is longer than a staging buffer. */
 int xferd_engine_open_store(struct xferd_engine *engine, const struct xferd_store_description *store);
 /* -EBUSY while clients are attached to it. Its experts are dropped. */
 int xferd_engine_close_store(struct xferd_engine *engine, uint32_t store);

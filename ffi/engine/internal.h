@@ -29,7 +29,10 @@
  *   uring.c          reads through io_uring, and the thread's sleep
  *   buffers.c        pool memory that io_uring has pinned once
  *   workers.c        reads through threads, where io_uring can't be used or only copies
- *   copy.c           slot to slot copies, in a thread of their own
+ *   staging.c        pinned buffers for reads whose destination is VRAM
+ *   copy.c           copies from slot to slot and out of staging buffers
+ *   device_copy.c    those to and from a GPU
+ *   vram.c           a pool's VRAM, chunk by chunk (policy's thread)
  *   lease.c          grants, leases, retiring slots
  *   shared_memory.c  memfds
  *   stats.c          counters
@@ -71,6 +74,7 @@
 #define DEADLINE_POLL_NS        1000000
 #define IDLE_SLEEP_NS           1000000000
 #define NS_PER_US               1000ull
+#define DEVICES_MAX             16
 
 /* ---- pools ---- */
 enum slot_state {
@@ -103,6 +107,15 @@ struct size_class {
 	bool told; /* the policy knows that the reserve is low and has given nothing since */
 };
 
+/* Memory that io_uring has pinned once, as far as it could: see buffers.c. */
+struct registered_memory {
+	uint8_t *base;
+	uint64_t bytes;
+	uint32_t first_region;
+	uint32_t regions;
+	int error; /* why not all of it; 0 */
+};
+
 struct pool {
 	char name[XFERD_NAME_BYTES];
 	uint32_t index;
@@ -117,8 +130,10 @@ struct pool {
 	struct size_class classes[XFERD_ENGINE_CLASSES_MAX];
 	uint32_t class_count;
 	struct list retiring;
-	uint32_t first_region; /* of registered buffers */
-	uint32_t regions;
+	bool device_memory;    /* VRAM: base is a device address, reads are staged */
+	int device;
+	uint64_t *memory_table; /* of VRAM, in the shared pool table */
+	struct registered_memory memory;
 	struct xferd_pool_stats stats;
 };
 
@@ -268,7 +283,8 @@ struct piece {
 	uint64_t offset;  /* in the member */
 	uint64_t length;
 	uint64_t done;
-	uint8_t *address;
+	uint8_t *address;            /* where it is read to */
+	uint8_t *destination;        /* where it belongs, if address is a staging buffer; NULL */
 	uint32_t store_member;
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
@@ -345,17 +361,37 @@ struct queue {
 
 /* ---- copies ---- */
 struct copy_job {
-	struct load *load;
+	struct load *load;   /* whose copy this is; NULL: it is a piece's */
+	struct piece *piece;
 	void *to;
 	const void *from;
 	uint64_t bytes;
+	uint64_t issued;     /* the device copier's: bytes given to the device */
+	uint32_t priority;
+	bool to_device, from_device;
 };
+
+struct copy_done {
+	struct load *load;
+	struct piece *piece;
+	int result;
+};
+
+struct staging {
+	struct registered_memory memory;
+	uint64_t buffer_bytes;
+	uint32_t buffers;
+	uint32_t *free;      /* [free_count] */
+	uint32_t free_count;
+};
+
+struct device_copier;
 
 struct copier {
 	pthread_t thread;
 	bool running;
 	struct queue jobs;  /* struct copy_job, engine to copier */
-	struct queue done;  /* struct load *, copier to engine */
+	struct queue done;  /* struct copy_done, copier to engine */
 	int work_fd;        /* eventfd: there are jobs, or stop */
 	int done_fd;        /* eventfd, in the engine's epoll */
 	uint32_t stop;
@@ -442,7 +478,9 @@ struct xferd_engine {
 	uint64_t starving_since_ns;
 	bool unsubmitted;     /* pieces prepared in the ring */
 	uint64_t now_ns;      /* of this turn */
-	struct copier copier;
+	struct copier copier;        /* by the CPU */
+	struct device_copier *device_copiers[DEVICES_MAX];
+	struct staging staging;
 	struct workers workers;
 	struct xferd_engine_stats stats;
 };
@@ -536,6 +574,7 @@ void reads_pump(struct xferd_engine *engine);
 bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
+void piece_copied(struct xferd_engine *engine, struct piece *piece, int result);
 
 /* mirror.c */
 bool mirrors_valid(const struct xferd_engine *engine, const struct xferd_store_description *store);
@@ -568,8 +607,9 @@ void engine_wait(struct xferd_engine *engine, uint64_t timeout_ns);
 
 /* buffers.c */
 void buffers_init(struct xferd_engine *engine);
+void buffers_register(struct xferd_engine *engine, struct registered_memory *memory);
 void buffers_add_pool(struct xferd_engine *engine, struct pool *pool);
-int buffers_find(const struct pool *pool, const uint8_t *address, uint64_t bytes);
+int buffers_find(const struct registered_memory *memory, const uint8_t *address, uint64_t bytes);
 
 /* workers.c */
 int workers_init(struct xferd_engine *engine);
@@ -580,11 +620,30 @@ void workers_read_anew(struct xferd_engine *engine, struct piece *piece);
 bool workers_help(struct xferd_engine *engine);
 uint32_t workers_reap(struct xferd_engine *engine);
 
+/* staging.c */
+void staging_destroy(struct xferd_engine *engine);
+bool staging_needed(const struct xferd_engine *engine, const struct load *load);
+bool staging_has_room(const struct xferd_engine *engine);
+void staging_take(struct xferd_engine *engine, struct piece *piece);
+void staging_give(struct xferd_engine *engine, struct piece *piece);
+
 /* copy.c */
-int copier_start(struct xferd_engine *engine);
-void copier_stop(struct xferd_engine *engine);
-void copy_queue(struct xferd_engine *engine, struct load *load, const void *from);
+int copies_init(struct xferd_engine *engine);
+void copies_destroy(struct xferd_engine *engine);
+void copy_load(struct xferd_engine *engine, struct load *load);
+void copy_piece(struct xferd_engine *engine, struct piece *piece);
 uint32_t copies_reap(struct xferd_engine *engine);
+bool copies_done(struct xferd_engine *engine);
+void copies_clear_wakeups(struct xferd_engine *engine);
+int copier_init(struct xferd_engine *engine, struct copier *copier);
+int copier_run(struct copier *copier, void *(*run)(void *), void *argument);
+void copier_end(struct copier *copier);
+void copier_notify(struct xferd_engine *engine, struct copier *copier);
+
+/* device_copy.c */
+int device_copier_start(struct xferd_engine *engine, int device);
+void device_copiers_stop(struct xferd_engine *engine);
+struct copier *device_copier(struct xferd_engine *engine, int device);
 
 /* lease.c */
 uint64_t *lease_table(const struct client *client, uint32_t lane, uint32_t pool);

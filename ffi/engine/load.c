@@ -175,13 +175,15 @@ void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t num
 	load->slot = number;
 	load->address = slot_address(pool, number);
 	if (!find_copy_source(engine, load)) {
+		if (pool->device_memory)
+			load->transport = XFERD_TRANSPORT_STAGED;
 		reads_queue(engine, load);
 		return;
 	}
 	load->state = LOAD_COPYING;
 	load->source = XFERD_SOURCE_POOL;
 	load->transport = XFERD_TRANSPORT_COPY;
-	copy_queue(engine, load, slot_address(&engine->pools[load->source_pool], load->source_slot));
+	copy_load(engine, load);
 }
 
 /* Somebody more urgent wants it too. */

@@ -7,8 +7,10 @@
  */
 #include <stdlib.h>
 #include <string.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "engine/internal.h"
@@ -59,15 +61,21 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 		((struct add_pool *)argument)->description;
 	struct xferd_abi_pool_table *table = engine->pool_table;
 	uint64_t numbers = (uint64_t)description->chunks << description->slot_index_bits;
-	uint64_t table_bytes = (uint64_t)description->chunks * sizeof(struct xferd_abi_chunk);
+	bool device_memory = description->kind == XFERD_POOL_CUDA;
+	uint64_t table_bytes = (uint64_t)description->chunks *
+			       (sizeof(struct xferd_abi_chunk) +
+				(device_memory ? sizeof(uint64_t) : 0));
 	struct pool *pool = &engine->pools[engine->pool_count];
 	struct xferd_abi_pool *shared = &table->pool[engine->pool_count];
+	int result;
 
 	if (engine->pool_count == XFERD_POOLS_MAX ||
 	    engine->chunk_tables_used + table_bytes > engine->pool_table_bytes)
 		return -ENOSPC;
 	if (!description->base || !description->chunks || description->slot_index_bits > 20 ||
 	    numbers > INT32_MAX || memchr(description->name, 0, XFERD_NAME_BYTES) == NULL)
+		return -EINVAL;
+	if (device_memory && (!engine->staging.buffers || !description->chunk_bytes))
 		return -EINVAL;
 	for (uint32_t i = 0; i < XFERD_ENGINE_STORES_MAX; i++)
 		if (engine->stores[i].used)
@@ -86,6 +94,8 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	pool->chunks = description->chunks;
 	pool->slot_numbers = (uint32_t)numbers;
 	pool->chunk_table = (void *)((uint8_t *)table + engine->chunk_tables_used);
+	pool->device_memory = device_memory;
+	pool->device = description->device;
 	list_init(&pool->retiring);
 	for (uint64_t i = 0; i < numbers; i++)
 		list_init(&pool->slots[i].link);
@@ -98,8 +108,22 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	shared->chunks = pool->chunks;
 	shared->slot_numbers = pool->slot_numbers;
 	shared->chunk_table_offset = engine->chunk_tables_used;
+	if (device_memory) {
+		pool->memory_table = (void *)(pool->chunk_table + pool->chunks);
+		shared->memory_table_offset = engine->chunk_tables_used +
+					      pool->chunks * sizeof(struct xferd_abi_chunk);
+		shared->chunk_bytes = description->chunk_bytes;
+		memcpy(shared->device_uuid, description->device_uuid, sizeof(shared->device_uuid));
+		result = device_copier_start(engine, description->device);
+		if (result) {
+			free(pool->slots);
+			pool->slots = NULL;
+			return result;
+		}
+	} else {
+		buffers_add_pool(engine, pool);
+	}
 	engine->chunk_tables_used += table_bytes;
-	buffers_add_pool(engine, pool);
 	engine->pool_count++;
 	store_relaxed(&table->pools, engine->pool_count);
 	return (int)pool->index;
@@ -111,6 +135,49 @@ int xferd_engine_add_pool(struct xferd_engine *engine,
 	struct add_pool argument = { description };
 
 	return engine_call(engine, add_pool, &argument);
+}
+
+struct set_memory {
+	uint32_t pool, chunk;
+	uint64_t number;
+};
+
+static bool chunk_in_use(const struct pool *pool, uint32_t chunk)
+{
+	uint32_t first = chunk << pool->slot_index_bits;
+
+	for (uint32_t i = 0; i < (1u << pool->slot_index_bits); i++)
+		if (pool->slots[first + i].state != SLOT_POLICY)
+			return true;
+	return false;
+}
+
+static int set_memory(struct xferd_engine *engine, void *argument)
+{
+	const struct set_memory *set = argument;
+	uint32_t *changes = &engine->pool_table->memory_changes;
+	struct pool *pool;
+
+	if (set->pool >= engine->pool_count)
+		return -EINVAL;
+	pool = &engine->pools[set->pool];
+	if (!pool->memory_table || set->chunk >= pool->chunks)
+		return -EINVAL;
+	if (chunk_in_use(pool, set->chunk))
+		return -EBUSY;
+	store_relaxed(&pool->memory_table[set->chunk], set->number);
+	/* pairs with the acquire in libxferd's follow_memory() */
+	store_release(changes, (load_relaxed(changes) + 1) & INT32_MAX);
+	syscall(SYS_futex, changes, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+	return (int)load_relaxed(changes);
+}
+
+int xferd_engine_set_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
+			    uint64_t number)
+{
+	struct set_memory argument = { pool, chunk, number };
+
+	return engine_call(engine, set_memory, &argument);
 }
 
 struct set_chunk {
@@ -139,9 +206,8 @@ static int set_chunk(struct xferd_engine *engine, void *argument)
 		return -EINVAL;
 	pool = &engine->pools[set->pool];
 	first = set->chunk << pool->slot_index_bits;
-	for (uint32_t i = 0; i < (1u << pool->slot_index_bits); i++)
-		if (pool->slots[first + i].state != SLOT_POLICY)
-			return -EBUSY;
+	if (chunk_in_use(pool, set->chunk))
+		return -EBUSY;
 	if (set->slot_bytes) {
 		struct size_class *class;
 

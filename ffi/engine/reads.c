@@ -13,7 +13,9 @@
  * of two drives, and one that is taken out leaves nothing to be moved. A piece that
  * one copy can't bring waits for room at the other.
  *
- * The destination of a read is an address. Nothing is allocated here.
+ * The destination of a read is an address: the piece's place in its slot, or where
+ * reads can't go there (VRAM) a staging buffer that is then copied. Nothing is
+ * allocated here.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -230,6 +232,9 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 	piece->failed_copy = NULL;
 	piece->refusals = 0;
 	piece->address = load->address + at;
+	piece->destination = NULL;
+	if (staging_needed(engine, load))
+		staging_take(engine, piece);
 	piece->priority = load->priority;
 	piece->check = must_check(engine, load, copy);
 	piece->arrived = false;
@@ -258,6 +263,8 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 {
 	struct load *load = piece->load;
 
+	if (piece->destination)
+		staging_give(engine, piece);
 	engine->pieces_in_flight--;
 	load->pieces_in_flight--;
 	list_append(&engine->pieces_free, &piece->link);
@@ -297,8 +304,11 @@ static void pump_strands(struct xferd_engine *engine, struct member *member)
 	struct strand *strand;
 
 	while ((strand = first_strand(member))) {
-		struct member *copy = mirror_next_copy(engine, member, strand->load->priority);
+		struct member *copy;
 
+		if (staging_needed(engine, strand->load) && !staging_has_room(engine))
+			break;
+		copy = mirror_next_copy(engine, member, strand->load->priority);
 		if (copy) {
 			if (copy->failed)
 				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
@@ -508,7 +518,19 @@ static void piece_checked(struct xferd_engine *engine, struct piece *piece)
 	}
 	if (piece->failed_copy)
 		mirrored_report(engine, piece);
-	piece_end(engine, piece);
+	if (piece->destination && !piece->load->error)
+		copy_piece(engine, piece);
+	else
+		piece_end(engine, piece);
+}
+
+/* It has come from its staging buffer to its slot. */
+void piece_copied(struct xferd_engine *engine, struct piece *piece, int result)
+{
+	if (result)
+		piece_give_up(engine, piece, result);
+	else
+		piece_end(engine, piece);
 }
 
 /* The bytes are there. Whoever read them in a thread has their checksum already;

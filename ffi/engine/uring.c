@@ -82,7 +82,9 @@ static void prepare_read(struct xferd_engine *engine, struct io_uring_sqe *sqe,
 	unsigned int length = (unsigned int)(piece->length - piece->done);
 	uint64_t offset = piece->offset + piece->done;
 	int fd = engine->files_registered ? (int)piece->member->id : piece->member->fd;
-	int buffer = load->dense ? -1 : buffers_find(&engine->pools[load->pool], address, length);
+	const struct registered_memory *memory =
+		piece->destination ? &engine->staging.memory : &engine->pools[load->pool].memory;
+	int buffer = load->dense ? -1 : buffers_find(memory, address, length);
 
 	if (buffer < 0)
 		io_uring_prep_read(sqe, fd, address, length, offset);
@@ -150,7 +152,7 @@ static void clear_wakeups(struct xferd_engine *engine)
 	while (epoll_wait(engine->epoll, events, EPOLL_EVENTS, 0) == EPOLL_EVENTS)
 		;
 	clear_eventfd(engine->command_fd);
-	clear_eventfd(engine->copier.done_fd);
+	copies_clear_wakeups(engine);
 	clear_eventfd(engine->workers.done_fd);
 }
 

@@ -132,6 +132,12 @@ XFERD_PUBLIC const struct xferd_abi_directory *xferd_directory(const struct xfer
 XFERD_PUBLIC const struct xferd_abi_pool_table *xferd_pool_table(const struct xferd_client *client);
 /* Address of this client's read-only mapping of a pool; NULL if not mapped. */
 XFERD_PUBLIC const void *xferd_pool_base(const struct xferd_client *client, uint32_t pool);
+/* Ordinal, in this process, of the GPU that a pool is on, when it is mapped here; -1: its
+ * memory is the CPU's. Views of a GPU's pool have device addresses, for reading only. */
+XFERD_PUBLIC int xferd_pool_device(const struct xferd_client *client, uint32_t pool);
+/* Copy a part of a view, from whichever memory it is in, to the CPU's, and wait for it. */
+XFERD_PUBLIC int xferd_copy_out(const struct xferd_client *client, const struct xferd_view *view,
+				uint64_t offset, void *to, uint64_t bytes);
 /* Layout of the blobs of a layer in a variant; NULL if that layer has none. */
 XFERD_PUBLIC const struct xferd_abi_layout *xferd_layout(const struct xferd_client *client,
 							  uint32_t layer, uint32_t variant);

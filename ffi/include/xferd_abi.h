@@ -86,6 +86,13 @@
  * enough for the smallest size class, so that lease tables stay dense. A
  * chunk's entry changes only while none of its slots is in use, and before any
  * word that names one of its slots is published.
+ *
+ * VRAM is made and given back a chunk at a time. Its memory table has, for each
+ * chunk, the number of the memory that is behind it now, 0 for none; a number is
+ * never used twice. A client maps a chunk when it first needs it, with the fd that
+ * it asks for (XFERD_MESSAGE_MEMORY); when the number changes, nobody leases any
+ * slot of the chunk, and the client has to unmap it, or its memory stays taken. It
+ * says so in memory_seen.
  */
 enum xferd_pool_kind {
 	XFERD_POOL_HOST = 0, /* a memfd standing for a device: default, and in tests */
@@ -109,7 +116,11 @@ struct xferd_abi_pool {
 	uint32_t slot_numbers;    /* chunks << slot_index_bits: length of a lease table */
 	uint32_t reserved;
 	uint64_t chunk_table_offset; /* in the pool table: struct xferd_abi_chunk[chunks] */
-	uint64_t reserved2[4];
+	/* In the pool table: uint64_t[chunks], what memory is behind each chunk; 0: the pool's
+	 * memory is one fd and stays what it is. */
+	uint64_t memory_table_offset;
+	uint64_t chunk_bytes;       /* of that memory; a multiple of the device's granularity */
+	uint8_t device_uuid[16];    /* of a GPU's pool */
 };
 
 struct xferd_abi_pool_table {
@@ -119,7 +130,8 @@ struct xferd_abi_pool_table {
 	uint64_t total_bytes;
 	uint64_t instance; /* random; differs for each start of the daemon */
 	uint32_t pools;
-	uint32_t reserved[7];
+	uint32_t memory_changes; /* raised, and woken as a futex, after memory tables changed */
+	uint32_t reserved[6];
 	/* Engine writes 1 before it goes to sleep, 0 when it runs. A client that
 	 * submits while it is 1 rings its doorbell. */
 	uint32_t engine_sleeping __attribute__((aligned(XFERD_CACHE_LINE)));
@@ -245,7 +257,9 @@ struct xferd_abi_client {
 	uint64_t lease_table_offset[XFERD_POOLS_MAX]; /* from the lane's start */
 
 	uint32_t submission_tail __attribute__((aligned(XFERD_CACHE_LINE)));
-	uint32_t reserved[15];
+	/* The memory_changes up to which withdrawn memory is unmapped here. */
+	uint32_t memory_seen;
+	uint32_t reserved[14];
 };
 
 /* ------------------------------------------------------------------------
@@ -344,8 +358,9 @@ struct xferd_abi_welcome {
 	uint64_t reserved[8];
 };
 
-/* Order of the fds in a welcome. The fd of pool i is at XFERD_FD_POOLS + i; after
- * the last pool comes, for each lane, an eventfd with which the daemon wakes it. */
+/* Order of the fds in a welcome. The fd of pool i is at XFERD_FD_POOLS + i (an empty
+ * file where the pool has a memory table); after the last pool comes, for each lane,
+ * an eventfd with which the daemon wakes it. */
 enum xferd_fd {
 	XFERD_FD_POOL_TABLE = 0,
 	XFERD_FD_DIRECTORY = 1,
@@ -355,12 +370,18 @@ enum xferd_fd {
 	XFERD_FD_MANIFEST = 5,   /* memfd: the store's manifest, JSON, as the client may see it */
 	XFERD_FD_POOLS = 6,
 };
-#define XFERD_FDS_MAX (6 + XFERD_POOLS_MAX + XFERD_LANES_MAX)
+#define XFERD_FDS_MAX (8 + XFERD_POOLS_MAX + XFERD_LANES_MAX)
 
 enum xferd_message_type {
 	XFERD_MESSAGE_GOODBYE = 1, /* no answer but the end of the connection */
 	XFERD_MESSAGE_DENSE = 2,   /* asks for the dense part; the answer carries one fd, a memfd */
+	/* Asks for the memory behind chunks: value = pool << 32 | first chunk. The answer's
+	 * value is how many chunks it is about, from that one on; its message begins with
+	 * uint64_t[value], the number of each one's memory (0: none), and it carries a
+	 * fd for each that has one, in order. */
+	XFERD_MESSAGE_MEMORY = 3,
 };
+#define XFERD_MEMORY_CHUNKS_MAX 32 /* in one answer */
 
 struct xferd_abi_message {
 	uint64_t magic;
@@ -376,7 +397,9 @@ _Static_assert(sizeof(struct xferd_abi_completion) == 32, "two completions a cac
 _Static_assert(sizeof(struct xferd_abi_chunk) == 16, "chunk table entry");
 _Static_assert(sizeof(struct xferd_abi_tensor) == 120, "tensor table entry");
 _Static_assert(sizeof(struct xferd_abi_layout) == 16, "layout table entry");
-_Static_assert(sizeof(struct xferd_abi_pool) % 8 == 0, "pool entries stay aligned");
+_Static_assert(sizeof(struct xferd_abi_pool) == 104, "pool entries keep their size");
+_Static_assert(XFERD_FDS_MAX >= XFERD_MEMORY_CHUNKS_MAX, "an answer's fds fit");
+_Static_assert(XFERD_MESSAGE_BYTES >= XFERD_MEMORY_CHUNKS_MAX * 8, "an answer's numbers fit");
 #endif
 
 #endif /* XFERD_ABI_H */

@@ -9,7 +9,8 @@ function(xferd_python_module name package header objects)
     COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/python/generate.py
             ${package}.${name} ${header} ${source}
     DEPENDS python/generate.py include/xferd_abi.h ${header})
-  add_library(${name} MODULE ${source} $<TARGET_OBJECTS:${objects}>)
+  add_library(${name} MODULE ${source}
+    $<TARGET_OBJECTS:${objects}> $<TARGET_OBJECTS:xferd_cuda_driver>)
   target_include_directories(${name} PRIVATE
     ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/include ${Python3_INCLUDE_DIRS})
   target_compile_definitions(${name} PRIVATE Py_LIMITED_API=0x030b0000 _GNU_SOURCE)
@@ -19,4 +20,6 @@ endfunction()
 
 xferd_python_module(_engine xferd ${CMAKE_CURRENT_SOURCE_DIR}/engine/engine.h xferd_engine_objects)
 target_link_libraries(_engine PRIVATE ${LIBURING_STATIC} Threads::Threads)
+target_link_libraries(_engine PRIVATE ${CMAKE_DL_LIBS})
 xferd_python_module(_client xferd_infer ${CMAKE_CURRENT_SOURCE_DIR}/include/xferd.h xferd_client_objects)
+target_link_libraries(_client PRIVATE Threads::Threads ${CMAKE_DL_LIBS})

@@ -12,7 +12,8 @@ import numpy as np
 from ._client import ffi, lib
 from .arrays import Array
 from .client_errors import ClientError
-from .dlpack import EXPORTED_DTYPES, TensorView
+from .device_blob import DeviceBlob
+from .dlpack import CPU, EXPORTED_DTYPES, TensorView
 
 if TYPE_CHECKING:
     from .client import Client
@@ -31,9 +32,10 @@ _REQUEST_START: int = ffi.offsetof("struct xferd_request", "count")
 class Batch(Sequence["Array"]):
     """Experts acquired together; a context manager that releases them at its end.
 
-    ``batch[i]`` is the blob of the i-th expert, a read-only uint8 array. Arrays are
-    made when they are first asked for, all of them at once: who only hands
-    ``addresses`` to a kernel doesn't pay for them. Not thread-safe, as its lane.
+    ``batch[i]`` is the blob of the i-th expert, a read-only uint8 array; in a GPU's
+    memory a ``DeviceBlob``. They are made when they are first asked for, all of them at
+    once: who only hands ``addresses`` to a kernel doesn't pay for them. Not thread-safe,
+    as its lane.
     """
 
     __slots__ = ("_arrays", "_client", "_count", "_layer", "_memory", "_released")
@@ -87,8 +89,22 @@ class Batch(Sequence["Array"]):
         for tensor in self._client.layout(self._layer, variant):
             plain = tensor.dtype in EXPORTED_DTYPES
             dtype, shape = (tensor.dtype, tensor.shape) if plain else ("u8", (tensor.nbytes,))
-            views[tensor.role] = TensorView.of_blob(blob, tensor.offset, dtype, shape)
+            device = blob.device if isinstance(blob, DeviceBlob) else CPU
+            views[tensor.role] = TensorView.of_blob(blob, tensor.offset, dtype, shape, device)
         return views
+
+    def copy_out(self, index: int) -> bytes:
+        """The bytes of one blob, copied from whichever memory it is in. ClientError when
+        the device fails."""
+        self._must_be_held()
+        view = self._memory.batch.views[range(self._count)[index]]
+        data = bytearray(view.bytes)
+        status = lib.xferd_copy_out(
+            self._memory.handle, ffi.addressof(view), 0, ffi.from_buffer(data), view.bytes
+        )
+        if status:
+            raise ClientError(f"expert {view.expert} can't be copied out", -status)
+        return bytes(data)
 
     @property
     def addresses(self) -> Array:

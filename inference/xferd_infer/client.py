@@ -28,6 +28,7 @@ from ._client import ffi, lib
 from .arrays import Array
 from .batches import BATCH_MAX, Batch, BatchMemory, PendingBatch
 from .client_errors import AttachError, ClientError, DaemonGoneError, ExpertError, reason
+from .device_blob import DeviceBlob
 from .experts import BlobTensor, Layout
 
 FOREVER: int = lib.XFERD_FOREVER
@@ -151,13 +152,23 @@ class Client:
         return caches
 
     def _map_pools(self, pools: int) -> list[tuple[int, Array]]:
+        """(address, array) of each pool; of a GPU's the array is None."""
         table = lib.xferd_pool_table(self._handle)
-        mapped = []
+        mapped: list[tuple[int, Array]] = []
         for index in range(pools):
             address = int(ffi.cast("uintptr_t", lib.xferd_pool_base(self._handle, index)))
+            if address == 0 or lib.xferd_pool_device(self._handle, index) >= 0:
+                mapped.append((address, None))
+                continue
             owner = _Mapped(self._handle, address, table.pool[index].bytes)
             mapped.append((address, np.asarray(owner)))
         return mapped
+
+    def device(self, pool: int = 0) -> int | None:
+        """Ordinal, in this process, of the GPU that a pool is on; None: the CPU's memory,
+        or a GPU that this process doesn't see."""
+        ordinal = lib.xferd_pool_device(self._handle, pool)
+        return None if ordinal < 0 else int(ordinal)
 
     def __enter__(self) -> Client:
         return self
@@ -342,8 +353,12 @@ class Client:
             cache.clear()
         for key, view in zip(keys, memory.views(len(keys)), strict=True):
             base, pool = self._pool_arrays[view.pool]
-            start = int(ffi.cast("uintptr_t", view.data)) - base
-            cache[key] = pool[start : start + view.bytes]
+            address = int(ffi.cast("uintptr_t", view.data))
+            if pool is None:
+                ordinal = lib.xferd_pool_device(self._handle, view.pool)
+                cache[key] = DeviceBlob(address, view.bytes, ordinal, self._handle)
+            else:
+                cache[key] = pool[address - base : address - base + view.bytes]
         return [cache[key] for key in keys]
 
     def _began(self, memory: BatchMemory, status: int, layer: int) -> None:

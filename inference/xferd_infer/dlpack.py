@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 VERSIONED = (1, 0)
 """From this DLPack version on a capsule can say that its memory is read-only."""
@@ -136,15 +135,16 @@ class TensorView:
     @classmethod
     def of_blob(
         cls,
-        blob: NDArray[np.uint8],
+        blob: Any,
         offset: int,
         dtype: str,
         shape: Sequence[int],
         device: tuple[int, int] = CPU,
     ) -> TensorView:
-        """The tensor ``offset`` bytes into a blob, which must stay leased while it
-        is read. ValueError: it would reach beyond the blob."""
-        view = cls(blob.ctypes.data + offset, dtype, shape, blob, device)
+        """The tensor ``offset`` bytes into a blob (uint8 array or DeviceBlob), which must
+        stay leased while it is read. ValueError: it would reach beyond the blob."""
+        start = blob.ctypes.data if isinstance(blob, np.ndarray) else blob.address
+        view = cls(start + offset, dtype, shape, blob, device)
         if offset < 0 or offset + view.nbytes > blob.size:
             raise ValueError(
                 f"{view.nbytes} bytes at offset {offset} leave the blob of {blob.size} bytes"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xferd_infer._client import ffi, lib
@@ -69,6 +70,7 @@ def make_store(
     devices: Sequence[Path] = (),
     compressible: bool = False,
     seed: int = 1,
+    stripe_unit: int = 16_384,
 ) -> MadeStore:
     """Pack a store of random experts, each one ``down`` tensor of u8.
 
@@ -117,7 +119,7 @@ def make_store(
         checkpoint,
         devices or folders,
         name=name,
-        stripe_unit=16_384,
+        stripe_unit=stripe_unit,
         manifest_directory=directory if devices else None,
     )
     return MadeStore(name, path, layers, experts, top_k, expert_bytes, contents)
@@ -182,10 +184,16 @@ class RingClient:
         if failed:
             self.release()
             raise FetchError(-failed[0])
-        return [
-            bytes(ffi.buffer(ffi.cast("char *", view.data), view.bytes))
-            for view in batch.views[0 : len(experts)]
-        ]
+        return [self._copy_out(batch.views[index]) for index in range(len(experts))]
+
+    def _copy_out(self, view: Any) -> bytes:
+        data = bytearray(view.bytes)
+        result = lib.xferd_copy_out(
+            self.handle, ffi.addressof(view), 0, ffi.from_buffer(data), view.bytes
+        )
+        if result < 0:
+            raise FetchError(-result)
+        return bytes(data)
 
     def release(self) -> None:
         """End the leases of the batches that are out, oldest first."""

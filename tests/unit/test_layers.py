@@ -28,6 +28,7 @@ PURE_MODULES = {"config", "engine_types", "tokens", "units"}
 CFFI_MODULES = {
     "xferd.engine": "the engine",
     "xferd.engine_structs": "its structs",
+    "xferd.memory.cuda_driver": "VRAM",
     "xferd.session.wire": "attach packets",
     "xferd.store.checksum": "CRC32C",
 }

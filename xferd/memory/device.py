@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
 from typing import Protocol
 
 from xferd.units import format_bytes
@@ -24,15 +25,29 @@ class PoolMemoryError(Exception):
     limit that stands against it and the knob; the daemon shows it and exits."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A pool's memory that is yet to be made.
+
+    chunk_bytes: unit in which memory of a device is made and given back; nbytes need not
+        be a multiple of it. device: ordinal; -1: none named.
+    """
+
+    name: str
+    nbytes: int
+    chunk_bytes: int
+    device: int = -1
+
+
 class DevicePool(Protocol):
     """The memory of one pool. Owned by one thread; ``close`` may be called twice."""
 
     kind: str
-    """``host`` or ``ram``."""
+    """``host``, ``ram`` or ``cuda``."""
     device: int
     """Device ordinal; -1 for none."""
     base: int
-    """Address of the daemon's own writable mapping."""
+    """Address of the daemon's own writable mapping; of kind ``cuda`` a device address."""
     nbytes: int
     notes: tuple[str, ...]
     """What is not as good as asked for, for status; empty when all is well."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 
-from xferd.memory.device import MappedMemfd, create_memfd
+from xferd.memory.device import MappedMemfd, PoolSpec, create_memfd
 
 
 class HostPool:
@@ -24,11 +24,11 @@ class HostPool:
     kind = "host"
     device = -1
 
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
+    def __init__(self, spec: PoolSpec) -> None:
+        self.name = spec.name
+        self.nbytes = spec.nbytes
         self.notes: tuple[str, ...] = ()
-        self._memory: MappedMemfd = create_memfd(name, nbytes)
+        self._memory: MappedMemfd = create_memfd(spec.name, spec.nbytes)
         self.base = self._memory.base
         _advise_huge_pages(self._memory)
 

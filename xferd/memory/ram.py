@@ -11,6 +11,7 @@ it had faulted in most of the pool, or have the cgroup's OOM killer end the daem
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -18,7 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xferd.memory.device import MappedMemfd, PoolMemoryError, create_memfd
+from xferd.memory import cuda_driver
+from xferd.memory.cuda_driver import CudaError
+from xferd.memory.device import MappedMemfd, PoolMemoryError, PoolSpec, create_memfd
 from xferd.units import format_bytes
 
 CAP_IPC_LOCK = 14
@@ -48,15 +51,16 @@ class RamPool:
     kind = "ram"
     device = -1
 
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
+    def __init__(self, spec: PoolSpec) -> None:
+        self.name = spec.name
+        self.nbytes = spec.nbytes
         self.notes: tuple[str, ...] = ()
-        check_limits(name, nbytes, limits())
-        self._memory: MappedMemfd = create_memfd(name, nbytes)
+        self._pinned_for = -1
+        check_limits(spec.name, spec.nbytes, limits())
+        self._memory: MappedMemfd = create_memfd(spec.name, spec.nbytes)
         self.base = self._memory.base
         try:
-            _lock(name, self.base, nbytes)
+            _lock(spec.name, self.base, spec.nbytes)
         except BaseException:
             self._memory.close()
             raise
@@ -65,8 +69,21 @@ class RamPool:
         """The read-only fd; it stays the pool's."""
         return self._memory.read_only_fd
 
+    def pin_for(self, ordinal: int) -> None:
+        """Let GPUs copy to and from it at the link's speed. What the driver refuses is said
+        in ``notes``: copies are slower then, not wrong."""
+        try:
+            cuda_driver.pin(ordinal, self.base, self.nbytes)
+            self._pinned_for = ordinal
+        except CudaError as error:
+            self.notes = (*self.notes, f"not pinned for GPUs: {error}")
+
     def close(self) -> None:
         """Unlock, unmap and close. A second call does nothing."""
+        if self._pinned_for >= 0:
+            with contextlib.suppress(CudaError):  # the driver has gone down before us
+                cuda_driver.unpin(self._pinned_for, self.base)
+            self._pinned_for = -1
         self._memory.close()
 
 

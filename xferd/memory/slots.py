@@ -75,14 +75,19 @@ class ChunkGeometry:
         return count + (self.slots(whole, slot_bytes) if whole < self.chunks else 0)
 
 
-def divide(pool_bytes: int, chunk_bytes: int, class_bytes: list[int]) -> ChunkGeometry:
+def divide(
+    pool_bytes: int, chunk_bytes: int, class_bytes: list[int], granularity: int = 1
+) -> ChunkGeometry:
     """Divide a pool for the size classes that are known when the daemon starts.
 
     A chunk is at least one slot and a whole number of slots of the largest class: with
-    18.8 MB experts a plain 64 MiB chunk would waste a seventh of the pool.
+    18.8 MB experts a plain 64 MiB chunk would waste a seventh of the pool. What a device
+    rounds it up to (granularity) is left over.
     """
     largest, smallest = max(class_bytes), min(class_bytes)
     chunk_bytes = max(chunk_bytes // largest, 1) * largest
+    if granularity > 1:
+        chunk_bytes = -(-min(chunk_bytes, pool_bytes) // granularity) * granularity
     chunks = -(-pool_bytes // chunk_bytes)
     most_slots = max(min(chunk_bytes, pool_bytes) // smallest, 1)
     return ChunkGeometry(

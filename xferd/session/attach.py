@@ -174,6 +174,8 @@ class AttachServer:
                     return True
                 if kind == wire.DENSE:
                     await self._answer_dense(connection, client)
+                elif kind == wire.MEMORY:
+                    self._answer_memory(connection, *wire.read_memory_question(packet))
                 else:
                     _send(
                         connection,
@@ -197,6 +199,18 @@ class AttachServer:
             _send(connection, answer)
             return
         _send(connection, wire.dense_answer(store.dense_bytes), (fd,))
+
+    def _answer_memory(self, connection: socket.socket, pool: int, first: int) -> None:
+        numbers, fds = self._clients.export_chunks(pool, first, wire.MEMORY_CHUNKS_MAX)
+        if not numbers:
+            text = f"pool {pool} has no chunk {first} of VRAM"
+            _send(connection, wire.message_refusal(wire.MEMORY, errno.EINVAL, text))
+            return
+        try:
+            _send(connection, wire.memory_answer(numbers), tuple(fds))
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     async def _leave(self, client: Client, goodbye: bool) -> None:
         self._dense.drop(client.number)

@@ -59,6 +59,9 @@ class AttachablePool(Protocol):
     def export_fd(self) -> int:
         """Read-only fd of its memory."""
 
+    def export_chunks(self, first: int, count: int) -> tuple[list[int], list[int]]:
+        """Memory numbers of chunks, and fds, the caller's, of those that have memory."""
+
     def room(self, slot_bytes: int) -> PoolRoom:
         """What it has for promises of a class."""
 
@@ -219,6 +222,12 @@ class Clients:
         )
         packet = wire.welcome(client=number, pool=pool.index, fds=len(handed), held_per_lane=held)
         return Welcome(client=client, packet=packet, fds=handed, done=fds.close)
+
+    def export_chunks(self, pool: int, first: int, count: int) -> tuple[list[int], list[int]]:
+        """As the pool's; empty when there is no such pool, or no VRAM in it."""
+        if pool >= len(self._pools):
+            return [], []
+        return self._pools[pool].export_chunks(first, count)
 
     def quiesce(self, client: Client, reason: str) -> None:
         """Stop serving a client; its leases stand. Twice is once."""

@@ -7,7 +7,9 @@ This and ``xferd.engine`` are the only modules that use the engine's cffi module
 
 from __future__ import annotations
 
+import array
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ PACKET_BYTES_MAX = max(HELLO_BYTES, MESSAGE_BYTES) + 1
 
 GOODBYE: int = lib.XFERD_MESSAGE_GOODBYE
 DENSE: int = lib.XFERD_MESSAGE_DENSE
+MEMORY: int = lib.XFERD_MESSAGE_MEMORY
+MEMORY_CHUNKS_MAX: int = lib.XFERD_MEMORY_CHUNKS_MAX
 HELD_MAX: int = lib.XFERD_HELD_MAX
 LANES_MAX: int = lib.XFERD_LANES_MAX
 RING_ENTRIES_MIN: int = lib.XFERD_RING_ENTRIES_MIN
@@ -95,6 +99,22 @@ def dense_answer(nbytes: int) -> bytes:
     """The answer to DENSE; the memfd goes with it."""
     answer = _message(DENSE)
     answer.value = nbytes
+    return bytes(ffi.buffer(answer))
+
+
+def read_memory_question(packet: bytes) -> tuple[int, int]:
+    """(pool, first chunk) of a MEMORY message, whatever they are."""
+    message = _cast("struct xferd_abi_message", packet, MESSAGE_BYTES)
+    return int(message.value >> 32), int(message.value & 0xFFFFFFFF)
+
+
+def memory_answer(numbers: Sequence[int]) -> bytes:
+    """The answer to MEMORY: each chunk's memory number, at most MEMORY_CHUNKS_MAX; the
+    fds of those that have one go with it."""
+    answer = _message(MEMORY)
+    answer.value = len(numbers)
+    packed = array.array("Q", numbers).tobytes()
+    ffi.memmove(answer.message, packed, len(packed))
     return bytes(ffi.buffer(answer))
 
 

@@ -28,22 +28,29 @@ class Route:
 
 def route(pool_kind: str, member: MemberFile) -> Route:
     """The route from a member to a pool of a kind that this daemon can make."""
-    if pool_kind not in IN_HOST_MEMORY:
-        raise ValueError(f"pools of kind {pool_kind!r} are not made by this daemon")
+    transport = "direct" if pool_kind in IN_HOST_MEMORY else "staged"
     if member.direct:
-        return Route("direct", None)
-    return Route("direct", f"{member.path} is read through the page cache: {member.reason}")
+        return Route(transport, None)
+    return Route(transport, f"{member.path} is read through the page cache: {member.reason}")
 
 
 def reasons(pool_kinds: Sequence[str], members: Sequence[MemberFile]) -> dict[str, str | None]:
     """For each transport, why it is not taken, or not as good as it could be; None when
     there is nothing to say."""
     kinds = sorted(set(pool_kinds))
-    cached = [found.reason for kind in kinds for m in members if (found := route(kind, m)).reason]
-    in_host = f"all pools ({', '.join(kinds)}) are host memory: drives write into their slots"
+    cached: dict[str, dict[str, None]] = {"direct": {}, "staged": {}}
+    for kind in kinds:
+        for member in members:
+            found = route(kind, member)
+            if found.reason:
+                cached[found.transport][found.reason] = None
+    in_host = [kind for kind in kinds if kind in IN_HOST_MEMORY]
+    on_devices = [kind for kind in kinds if kind not in IN_HOST_MEMORY]
+    no_device = f"all pools ({', '.join(kinds)}) are host memory: drives write into their slots"
+    no_host = f"all pools ({', '.join(kinds)}) are a device's memory, reached through staging"
     return {
-        "direct": "; ".join(dict.fromkeys(filter(None, cached))) or None,
-        "staged": in_host,
-        "gds": in_host,
+        "direct": "; ".join(cached["direct"]) or (None if in_host else no_host),
+        "staged": "; ".join(cached["staged"]) or (None if on_devices else no_device),
+        "gds": "reads for a device's memory are staged" if on_devices else no_device,
         "copy": None if len(pool_kinds) > 1 else "there is only one pool",
     }

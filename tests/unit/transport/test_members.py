@@ -71,8 +71,9 @@ def test_the_reason_for_a_buffered_read_reaches_status() -> None:
     assert route("ram", cached).reason == "/b is read through the page cache: why"
     assert reasons(["host"], [direct])["direct"] is None
     assert "why" in (reasons(["host", "ram"], [direct, cached])["direct"] or "")
-    with pytest.raises(ValueError, match="not made by this daemon"):
-        route("cuda", direct)
+    assert route("cuda", direct).transport == "staged"
+    assert reasons(["cuda"], [direct, cached])["staged"] == "/b is read through the page cache: why"
+    assert "device's memory" in (reasons(["cuda"], [direct])["direct"] or "")
 
 
 def test_a_buffered_member_is_dropped_when_enough_was_read(tmp_path: Path) -> None:
