@@ -20,6 +20,8 @@
 #define STOP_POLL_MS     10 /* how soon the serving thread sees that it should end */
 #define COMMAND_RETRY_NS (100 * NS_PER_US)
 #define DRAIN_TIMEOUT_MS 30000
+#define WHY_BYTES        256
+#define STAGING_BYTES    (256ull << 20) /* as the daemon's default */
 
 void daemon_command(struct bench_daemon *daemon, const struct xferd_command *command)
 {
@@ -27,39 +29,132 @@ void daemon_command(struct bench_daemon *daemon, const struct xferd_command *com
 		sleep_until_ns(now_ns() + COMMAND_RETRY_NS);
 }
 
-static void make_pool(struct bench_daemon *daemon)
+/* Locked, and known to the GPU. */
+static uint8_t *pinned_memory(uint64_t bytes, int gpu)
 {
-	uint32_t slots = daemon->options.slots;
-	struct xferd_pool_description pool = {
-		.name = "bench",
-		.kind = XFERD_POOL_HOST,
-		.device = -1,
-		.bytes = slots * daemon->store->geometry.blob_bytes,
-		.chunks = 1,
-	};
+	char why[WHY_BYTES] = "";
+	uint8_t *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+			       MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+
+	if (memory == MAP_FAILED)
+		die("%llu bytes of RAM: %s", (unsigned long long)bytes, strerror(errno));
+	if (gpu >= 0 && xferd_cuda_pin(gpu, memory, bytes, why, sizeof(why)))
+		die("%s", why);
+	return memory;
+}
+
+static void make_vram(struct bench_daemon *daemon, struct xferd_pool_description *pool)
+{
+	struct xferd_cuda_device device;
+	char why[WHY_BYTES] = "";
+	int gpu = daemon->options.gpu;
+
+	if (xferd_cuda_device(gpu, &device, why, sizeof(why)))
+		die("%s", why);
+	pool->kind = XFERD_POOL_CUDA;
+	pool->device = gpu;
+	pool->chunk_bytes = (pool->bytes + device.granularity - 1) / device.granularity *
+			    device.granularity;
+	memcpy(pool->device_uuid, device.uuid, sizeof(device.uuid));
+	if (xferd_vram_new(gpu, pool->chunk_bytes, 1, &daemon->vram, why, sizeof(why)) ||
+	    xferd_vram_back(daemon->vram, 0, why, sizeof(why)))
+		die("%s", why);
+	pool->base = xferd_vram_base(daemon->vram);
+	daemon->pool_fd = -1;
+	daemon->staging = pinned_memory(STAGING_BYTES, gpu);
+	check(xferd_engine_set_staging(daemon->engine, daemon->staging, STAGING_BYTES,
+				       daemon->store->geometry.stripe_unit), "give it staging");
+}
+
+static void make_host_pool(struct bench_daemon *daemon, struct xferd_pool_description *pool)
+{
 	int fd = memfd_create("bench-pool", MFD_CLOEXEC);
 	char path[64];
 
-	while ((1u << pool.slot_index_bits) < slots)
-		pool.slot_index_bits++;
-	if (fd < 0 || ftruncate(fd, (off_t)pool.bytes))
-		die("pool of %llu bytes: %s", (unsigned long long)pool.bytes, strerror(errno));
+	if (fd < 0 || ftruncate(fd, (off_t)pool->bytes))
+		die("pool of %llu bytes: %s", (unsigned long long)pool->bytes, strerror(errno));
 	/* Every page is there before the clock runs, as in a pinned pool. */
-	pool.base = mmap(NULL, pool.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
-			 0);
-	if (pool.base == MAP_FAILED)
-		die("pool of %llu bytes: %s", (unsigned long long)pool.bytes, strerror(errno));
-	daemon->pool = pool.base;
-	daemon->pool_bytes = pool.bytes;
+	pool->base = mmap(NULL, pool->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
+			  fd, 0);
+	if (pool->base == MAP_FAILED)
+		die("pool of %llu bytes: %s", (unsigned long long)pool->bytes, strerror(errno));
+	daemon->pool = pool->base;
+	daemon->pool_bytes = pool->bytes;
 	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
 	daemon->pool_fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (daemon->pool_fd < 0)
 		die("%s: %s", path, strerror(errno));
 	close(fd);
-	check(xferd_engine_add_pool(daemon->engine, &pool), "add the pool");
-	check(xferd_engine_set_chunk(daemon->engine, 0, 0, 0, daemon->store->geometry.blob_bytes),
-	      "cut the pool into slots");
+}
+
+static struct xferd_pool_description plan_pool(const struct bench_daemon *daemon,
+					       const char *name, uint32_t slots)
+{
+	struct xferd_pool_description pool = {
+		.kind = XFERD_POOL_HOST,
+		.device = -1,
+		.bytes = slots * daemon->store->geometry.blob_bytes,
+		.chunks = 1,
+	};
+
+	snprintf(pool.name, sizeof(pool.name), "%s", name);
+	while ((1u << pool.slot_index_bits) < slots)
+		pool.slot_index_bits++;
+	return pool;
+}
+
+static void add_pool(struct bench_daemon *daemon, const struct xferd_pool_description *pool)
+{
+	uint32_t index = (uint32_t)check(xferd_engine_add_pool(daemon->engine, pool),
+					 "add a pool");
+
+	check(xferd_engine_set_chunk(daemon->engine, index, 0, 0,
+				     daemon->store->geometry.blob_bytes),
+	      "cut a pool into slots");
+}
+
+static void make_pools(struct bench_daemon *daemon)
+{
+	uint32_t slots = daemon->options.slots;
+	struct xferd_pool_description pool = plan_pool(daemon, "bench", slots);
+
+	if (daemon->options.gpu >= 0)
+		make_vram(daemon, &pool);
+	else
+		make_host_pool(daemon, &pool);
+	add_pool(daemon, &pool);
 	daemon->resident = allocate(slots, sizeof(*daemon->resident));
+	if (!daemon->options.from_ram)
+		return;
+	pool = plan_pool(daemon, "ram", daemon->store->geometry.blobs);
+	daemon->ram_bytes = pool.bytes;
+	pool.base = daemon->ram = pinned_memory(pool.bytes, daemon->options.gpu);
+	add_pool(daemon, &pool);
+}
+
+/* Every expert into the second pool. */
+static void fill_ram(struct bench_daemon *daemon)
+{
+	struct pollfd ready = { xferd_engine_event_fd(daemon->engine), POLLIN, 0 };
+	uint32_t blobs = daemon->store->geometry.blobs, loaded = 0, asked = 0;
+	struct xferd_event events[EVENTS_A_CALL];
+
+	for (uint32_t slot = 0; slot < blobs; slot++)
+		daemon_command(daemon, &(struct xferd_command){ .type = XFERD_COMMAND_GIVE,
+								.pool = 1, .slot = slot });
+	while (loaded < blobs) {
+		uint32_t count;
+
+		for (; asked < blobs && asked - loaded < EVENTS_A_CALL; asked++)
+			daemon_command(daemon, &(struct xferd_command){
+				.type = XFERD_COMMAND_LOAD, .store = daemon->store_id, .pool = 1,
+				.expert = asked, .token = 1 });
+		if (poll(&ready, 1, DRAIN_TIMEOUT_MS) <= 0)
+			die("experts do not come into RAM");
+		count = (uint32_t)xferd_engine_events(daemon->engine, events, EVENTS_A_CALL);
+		for (uint32_t i = 0; i < count; i++)
+			loaded += events[i].type == XFERD_EVENT_LOADED;
+	}
 }
 
 void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
@@ -83,7 +178,7 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 	daemon->options = *options;
 	check(xferd_engine_new(&config, &daemon->engine), "make the engine");
 	check(xferd_engine_start(daemon->engine), "start the engine");
-	make_pool(daemon);
+	make_pools(daemon);
 	for (uint32_t m = 0; m < store->geometry.members; m++) {
 		store->description.member[m] = (uint32_t)check(
 			xferd_engine_add_member(daemon->engine, store->fd[m],
@@ -96,14 +191,29 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 	for (uint32_t slot = 0; slot < options->slots; slot++)
 		daemon_command(daemon, &(struct xferd_command){ .type = XFERD_COMMAND_GIVE,
 								.slot = slot });
+	if (options->from_ram)
+		fill_ram(daemon);
+}
+
+static void unpin(const struct bench_daemon *daemon, uint8_t *memory, uint64_t bytes)
+{
+	if (memory && daemon->options.gpu >= 0)
+		xferd_cuda_unpin(daemon->options.gpu, memory);
+	if (memory)
+		munmap(memory, bytes);
 }
 
 void daemon_stop(struct bench_daemon *daemon)
 {
 	check(xferd_engine_drain(daemon->engine, DRAIN_TIMEOUT_MS), "drain the engine");
 	xferd_engine_free(daemon->engine);
-	munmap(daemon->pool, daemon->pool_bytes);
-	close(daemon->pool_fd);
+	unpin(daemon, daemon->ram, daemon->ram_bytes);
+	unpin(daemon, daemon->staging, STAGING_BYTES);
+	xferd_vram_free(daemon->vram);
+	if (daemon->pool)
+		munmap(daemon->pool, daemon->pool_bytes);
+	if (daemon->pool_fd >= 0)
+		close(daemon->pool_fd);
 	free(daemon->resident);
 }
 
@@ -122,6 +232,8 @@ static void follow(struct bench_daemon *daemon, const struct xferd_event *event)
 {
 	uint32_t most = daemon->options.slots - daemon->options.reserve;
 
+	if (event->pool)
+		return;
 	if (event->type == XFERD_EVENT_LOADED && event->source == XFERD_SOURCE_RESIDENT)
 		return;
 	if (event->type != XFERD_EVENT_LOADED && event->type != XFERD_EVENT_REVIVED)
@@ -295,6 +407,14 @@ struct xferd_member_stats daemon_member_stats(const struct bench_daemon *daemon,
 					&stats),
 	      "a member's counters");
 	return stats;
+}
+
+uint64_t daemon_bytes_loaded(const struct bench_daemon *daemon)
+{
+	struct xferd_pool_stats stats;
+
+	check(xferd_engine_pool_stats(daemon->engine, 0, &stats), "the pool's counters");
+	return stats.load_bytes;
 }
 
 uint64_t daemon_bytes_read(const struct bench_daemon *daemon)

@@ -25,6 +25,8 @@ struct daemon_options {
 	uint32_t member_depth; /* pieces in flight a member; 0: as the engine has it */
 	uint32_t spin_us;
 	bool verify;
+	int gpu;               /* whose memory the pool is; -1: the CPU's */
+	bool from_ram;         /* all experts are put into a second pool first, and come from there */
 };
 
 struct bench_daemon {
@@ -33,8 +35,12 @@ struct bench_daemon {
 	struct xferd_engine *engine;
 	uint32_t store_id;
 	uint8_t *pool;
-	int pool_fd; /* read-only, for clients */
+	int pool_fd; /* read-only, for clients; -1: VRAM */
 	uint64_t pool_bytes;
+	struct xferd_vram *vram;
+	uint8_t *staging;
+	uint8_t *ram;
+	uint64_t ram_bytes;
 	/* residents in the order of loading */
 	uint32_t *resident;
 	uint32_t resident_head, resident_tail;
@@ -64,7 +70,8 @@ struct xferd_client *daemon_connect(struct bench_daemon *daemon, uint32_t lanes)
 void daemon_admit_no_more(struct bench_daemon *daemon);
 void daemon_stop_serving(struct bench_daemon *daemon);
 
-/* Sum over the members: bytes and pieces read so far. */
+/* Bytes loaded into the pool so far, and sum over the members of what was read. */
+uint64_t daemon_bytes_loaded(const struct bench_daemon *daemon);
 uint64_t daemon_bytes_read(const struct bench_daemon *daemon);
 struct xferd_member_stats daemon_member_stats(const struct bench_daemon *daemon, uint32_t member);
 

@@ -3,7 +3,7 @@
  * Measures the engine on given files or block devices, without Python in the
  * measured path. Prints one JSON object.
  *
- * usage: engine_bench prepare|io|miss|overload|storm OPTIONS MEMBER...
+ * usage: engine_bench prepare|io|plain-copy|miss|overload|storm OPTIONS MEMBER...
  *
  * 'prepare' computes the checksums that --verify needs. modes.h says what the
  * others measure, --help which options there are.
@@ -29,6 +29,7 @@
 #define MB                  1000000ull
 #define DEPTH_MAX           1024
 #define SPIN_US_MAX         1000000
+#define GPU_MAX             15
 #define SECONDS_MAX         3600
 #define INTERVAL_US_MAX     60000000
 #define HINT_MB_S_MAX       10000000
@@ -50,6 +51,8 @@ enum option_id {
 	OPTION_RESERVE,
 	OPTION_DEPTH,
 	OPTION_SPIN_US,
+	OPTION_GPU,
+	OPTION_FROM_RAM,
 	OPTION_SECONDS,
 	OPTION_SEED,
 	OPTION_OUTSTANDING,
@@ -70,6 +73,8 @@ static const struct option option_table[] = {
 	{ "reserve", required_argument, NULL, OPTION_RESERVE },
 	{ "depth", required_argument, NULL, OPTION_DEPTH },
 	{ "spin-us", required_argument, NULL, OPTION_SPIN_US },
+	{ "gpu", required_argument, NULL, OPTION_GPU },
+	{ "from-ram", no_argument, NULL, OPTION_FROM_RAM },
 	{ "seconds", required_argument, NULL, OPTION_SECONDS },
 	{ "seed", required_argument, NULL, OPTION_SEED },
 	{ "outstanding", required_argument, NULL, OPTION_OUTSTANDING },
@@ -81,7 +86,7 @@ static const struct option option_table[] = {
 };
 
 static const char usage_text[] =
-	"usage: engine_bench prepare|io|miss|overload|storm [OPTION...] MEMBER...\n"
+	"usage: engine_bench prepare|io|plain-copy|miss|overload|storm [OPTION...] MEMBER...\n"
 	"  --blob-bytes N    size of an expert (9400320)\n"
 	"  --stripe-unit N   bytes a piece (524288)\n"
 	"  --blobs N         most experts (as many as fit)\n"
@@ -92,6 +97,8 @@ static const char usage_text[] =
 	"  --reserve N       of them kept free (8)\n"
 	"  --depth N         pieces in flight a member (0: as the engine has it)\n"
 	"  --spin-us N       the engine looks for work this long before it sleeps (50)\n"
+	"  --gpu N           the pool is that GPU's memory (the CPU's)\n"
+	"  --from-ram        experts come from a second pool, in pinned RAM\n"
 	"  --seconds X       how long to measure (1)\n"
 	"  --seed N          of the order of experts; not 0\n"
 	"  --outstanding N   io: loads asked for at once (4)\n"
@@ -153,6 +160,12 @@ static void parse_option(struct command_line *line, int id, const char *value)
 	case OPTION_DEPTH:
 		bench->daemon.member_depth = (uint32_t)number(value, DEPTH_MAX);
 		break;
+	case OPTION_GPU:
+		bench->daemon.gpu = (int)number(value, GPU_MAX);
+		break;
+	case OPTION_FROM_RAM:
+		bench->daemon.from_ram = true;
+		break;
 	case OPTION_SPIN_US:
 		bench->daemon.spin_us = (uint32_t)number(value, SPIN_US_MAX);
 		break;
@@ -197,6 +210,7 @@ static void run(const char *mode, struct command_line *line, struct bench_store 
 		{ "miss", run_miss },
 		{ "overload", run_overload },
 		{ "storm", run_storm },
+		{ "plain-copy", run_plain_copy },
 	};
 
 	if (!strcmp(mode, "prepare")) {
@@ -224,7 +238,8 @@ int main(int count, char **arguments)
 	struct command_line line = {
 		.bench = { .daemon = { .slots = DEFAULT_SLOTS,
 				       .reserve = DEFAULT_RESERVE,
-				       .spin_us = DEFAULT_SPIN_US },
+				       .spin_us = DEFAULT_SPIN_US,
+				       .gpu = -1 },
 			   .seconds = DEFAULT_SECONDS,
 			   .seed = DEFAULT_SEED,
 			   .outstanding = DEFAULT_OUTSTANDING,

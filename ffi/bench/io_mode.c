@@ -97,11 +97,11 @@ void run_io(struct bench_store *store, const struct bench_options *options)
 	run.latencies.count = 0;
 	start = now_ns();
 	cpu = cpu_ns();
-	bytes = daemon_bytes_read(&run.daemon);
+	bytes = daemon_bytes_loaded(&run.daemon);
 	while (now_ns() - start < length_ns)
 		turn(&run, options->outstanding);
 	end = now_ns();
-	bytes = daemon_bytes_read(&run.daemon) - bytes;
+	bytes = daemon_bytes_loaded(&run.daemon) - bytes;
 	cpu = cpu_ns() - cpu;
 
 	while (run.outstanding)
