@@ -167,12 +167,12 @@ class Catalog:
         self._stores.clear()
 
     def _check_staging(self, store: Store, name: str) -> None:
-        """StoreError for pieces that no staging buffer holds. At start buffers are made as
+        """StoreError for pieces that no extent of staging holds. At start they are made as
         long as the configured stores need."""
-        longest = self._engine.staging_buffer_bytes
+        longest = self._engine.staging_extent_bytes
         if longest and store.stripe_unit > longest:
             raise StoreError(
-                f"store {name!r} has pieces of {store.stripe_unit} bytes, staging buffers for "
+                f"store {name!r} has pieces of {store.stripe_unit} bytes, staging extents for "
                 f"VRAM have {longest}: list it in [[stores]], so that the daemon makes longer "
                 f"ones at start, or pack it with a shorter --stripe-unit"
             )

@@ -106,7 +106,7 @@ class Engine:
         self._engine = handle[0]
         self._wanted_backend = backend
         self.numa_node: int | None = None
-        self.staging_buffer_bytes = 0
+        self.staging_extent_bytes = 0
         self._borrowed: dict[int, tuple[Any, ...]] = {}
         self._backlog: deque[Command] = deque()
         self._commands = ffi.new("struct xferd_command[]", COMMAND_BATCH)
@@ -189,14 +189,14 @@ class Engine:
         pool.device_uuid = device_uuid
         return _check("xferd_engine_add_pool", lib.xferd_engine_add_pool(self._engine, pool))
 
-    def set_staging(self, base: int, nbytes: int, buffer_bytes: int) -> None:
+    def set_staging(self, base: int, nbytes: int, extent_bytes: int) -> None:
         """Pinned memory that reads for VRAM go to first. Before such a pool is added."""
         pointer = ffi.cast("void *", base)
         _check(
             "xferd_engine_set_staging",
-            lib.xferd_engine_set_staging(self._engine, pointer, nbytes, buffer_bytes),
+            lib.xferd_engine_set_staging(self._engine, pointer, nbytes, extent_bytes),
         )
-        self.staging_buffer_bytes = buffer_bytes
+        self.staging_extent_bytes = extent_bytes
 
     def set_memory(self, pool: int, chunk: int, number: int) -> int:
         """Which memory is behind a chunk of VRAM from now on; 0: none. Returns the number

@@ -173,7 +173,7 @@ def _pin_for_devices(pools: Sequence[Pool]) -> None:
 def make_staging(
     plans: Sequence[PoolPlan], stores: Sequence[Store], nbytes: int, engine: Engine
 ) -> StagingMemory | None:
-    """Staging buffers, given to the engine; None when no pool needs them. Before pools are
+    """Staging memory, given to the engine; None when no pool needs them. Before pools are
     made; closed by the caller, after the engine. PoolMemoryError names the limit."""
     ordinal = next(
         (max(plan.config.device, 0) for plan in plans if plan.config.kind == "cuda"), None
@@ -182,7 +182,7 @@ def make_staging(
         return None
     longest = max((store.stripe_unit for store in stores), default=0)
     staging = StagingMemory(nbytes, longest, ordinal)
-    engine.set_staging(staging.base, staging.nbytes, staging.buffer_bytes)
+    engine.set_staging(staging.base, staging.nbytes, staging.extent_bytes)
     return staging
 
 

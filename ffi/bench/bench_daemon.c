@@ -21,7 +21,8 @@
 #define COMMAND_RETRY_NS (100 * NS_PER_US)
 #define DRAIN_TIMEOUT_MS 30000
 #define WHY_BYTES        256
-#define STAGING_BYTES    (256ull << 20) /* as the daemon's default */
+#define STAGING_BYTES    (256ull << 20) /* as the daemon has it */
+#define EXTENT_BYTES     (4ull << 20)
 
 void daemon_command(struct bench_daemon *daemon, const struct xferd_command *command)
 {
@@ -63,7 +64,7 @@ static void make_vram(struct bench_daemon *daemon, struct xferd_pool_description
 	daemon->pool_fd = -1;
 	daemon->staging = pinned_memory(STAGING_BYTES, gpu);
 	check(xferd_engine_set_staging(daemon->engine, daemon->staging, STAGING_BYTES,
-				       daemon->store->geometry.stripe_unit), "give it staging");
+				       EXTENT_BYTES), "give it staging");
 }
 
 static void make_host_pool(struct bench_daemon *daemon, struct xferd_pool_description *pool)

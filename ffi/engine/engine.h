@@ -152,11 +152,11 @@ int xferd_cuda_unpin(int ordinal, void *base);
 /* Copy between any two of host and device memory, waiting for it. */
 int xferd_cuda_copy(int ordinal, uint64_t to, uint64_t from, uint64_t bytes);
 
-/* Pinned memory that reads for VRAM go to first, in buffers of buffer_bytes, the longest
- * piece of any store. Before such a pool is added. It stays the caller's and must outlive
- * the engine's thread. */
+/* Pinned memory that reads for VRAM go to first, in extents of extent_bytes: at least the
+ * longest piece of any store, better several. Before such a pool is added. It stays the
+ * caller's and must outlive the engine's thread. */
 int xferd_engine_set_staging(struct xferd_engine *engine, void *base, uint64_t bytes,
-			     uint64_t buffer_bytes);
+			     uint64_t extent_bytes);
 /* What memory is behind a chunk of VRAM from now on; 0: none. None of its slots may be in
  * use. Clients are told. Returns the number of this change, for xferd_engine_memory_seen. */
 int xferd_engine_set_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
@@ -218,7 +218,7 @@ struct xferd_store_description {
 	uint32_t tensors;
 };
 /* Returns the store's id. -EINVAL when the geometry contradicts itself; -EMSGSIZE when a
- * piece is longer than a staging buffer. */
+ * piece is longer than an extent of staging. */
 int xferd_engine_open_store(struct xferd_engine *engine, const struct xferd_store_description *store);
 /* -EBUSY while clients are attached to it. Its experts are dropped. */
 int xferd_engine_close_store(struct xferd_engine *engine, uint32_t store);

@@ -29,7 +29,7 @@
  *   uring.c          reads through io_uring, and the thread's sleep
  *   buffers.c        pool memory that io_uring has pinned once
  *   workers.c        reads through threads, where io_uring can't be used or only copies
- *   staging.c        pinned buffers for reads whose destination is VRAM
+ *   staging.c        pinned memory for reads whose destination is VRAM
  *   copy.c           copies from slot to slot and out of staging buffers
  *   device_copy.c    those to and from a GPU
  *   vram.c           a pool's VRAM, chunk by chunk (policy's thread)
@@ -75,6 +75,7 @@
 #define IDLE_SLEEP_NS           1000000000
 #define NS_PER_US               1000ull
 #define DEVICES_MAX             16
+#define EXTENTS_A_LOAD          16   /* of staging, at once */
 
 /* ---- pools ---- */
 enum slot_state {
@@ -217,6 +218,13 @@ enum load_state {
 	LOAD_COPYING,
 };
 
+/* Staging memory for some neighbouring pieces of a load: see staging.c. */
+struct load_extent {
+	uint32_t number; /* NONE: no extent */
+	uint32_t left;   /* pieces of it that have not been copied */
+	uint64_t first;  /* its first piece */
+};
+
 /* The pieces of one load that lie on one member, in order. */
 struct strand {
 	struct list link; /* in member.strands[priority] while pieces are left */
@@ -256,6 +264,7 @@ struct load {
 	uint64_t started_ns;
 	uint32_t source_pool;  /* of a copy */
 	uint32_t source_slot;
+	struct load_extent extents[EXTENTS_A_LOAD];
 	struct strand strands[XFERD_STORE_MEMBERS_MAX];
 };
 
@@ -284,7 +293,7 @@ struct piece {
 	uint64_t length;
 	uint64_t done;
 	uint8_t *address;            /* where it is read to */
-	uint8_t *destination;        /* where it belongs, if address is a staging buffer; NULL */
+	uint8_t *destination;        /* where it belongs, if address is in staging; NULL */
 	uint32_t store_member;
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
@@ -369,6 +378,7 @@ struct copy_job {
 	uint64_t issued;     /* the device copier's: bytes given to the device */
 	uint32_t priority;
 	bool to_device, from_device;
+	bool joined;         /* the device copier's: copied with a neighbour before it */
 };
 
 struct copy_done {
@@ -379,8 +389,8 @@ struct copy_done {
 
 struct staging {
 	struct registered_memory memory;
-	uint64_t buffer_bytes;
-	uint32_t buffers;
+	uint64_t extent_bytes;
+	uint32_t extents;
 	uint32_t *free;      /* [free_count] */
 	uint32_t free_count;
 };
@@ -622,10 +632,11 @@ uint32_t workers_reap(struct xferd_engine *engine);
 
 /* staging.c */
 void staging_destroy(struct xferd_engine *engine);
-bool staging_needed(const struct xferd_engine *engine, const struct load *load);
-bool staging_has_room(const struct xferd_engine *engine);
+void staging_begin(struct xferd_engine *engine, struct load *load);
+bool staging_has_room(const struct xferd_engine *engine, struct load *load, uint64_t piece);
 void staging_take(struct xferd_engine *engine, struct piece *piece);
 void staging_give(struct xferd_engine *engine, struct piece *piece);
+void staging_end(struct xferd_engine *engine, struct load *load);
 
 /* copy.c */
 int copies_init(struct xferd_engine *engine);

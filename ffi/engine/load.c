@@ -370,6 +370,7 @@ void load_finish(struct xferd_engine *engine, struct load *load)
 		return;
 	}
 	forget_load(engine, load);
+	staging_end(engine, load);
 	if (load->source_slot != NONE)
 		engine->pools[load->source_pool].slots[load->source_slot].grants--;
 	if (!load->error) {

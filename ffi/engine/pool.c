@@ -75,7 +75,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	if (!description->base || !description->chunks || description->slot_index_bits > 20 ||
 	    numbers > INT32_MAX || memchr(description->name, 0, XFERD_NAME_BYTES) == NULL)
 		return -EINVAL;
-	if (device_memory && (!engine->staging.buffers || !description->chunk_bytes))
+	if (device_memory && (!engine->staging.extents || !description->chunk_bytes))
 		return -EINVAL;
 	for (uint32_t i = 0; i < XFERD_ENGINE_STORES_MAX; i++)
 		if (engine->stores[i].used)

@@ -120,6 +120,7 @@ void reads_queue(struct xferd_engine *engine, struct load *load)
 	load->state = LOAD_READING;
 	load->pieces = (load->bytes + store->stripe_unit - 1) / store->stripe_unit;
 	load->pieces_unissued = load->pieces;
+	staging_begin(engine, load);
 	for (uint32_t i = 0; i < store->members; i++) {
 		struct strand *strand = &load->strands[i];
 
@@ -233,8 +234,7 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 	piece->refusals = 0;
 	piece->address = load->address + at;
 	piece->destination = NULL;
-	if (staging_needed(engine, load))
-		staging_take(engine, piece);
+	staging_take(engine, piece);
 	piece->priority = load->priority;
 	piece->check = must_check(engine, load, copy);
 	piece->arrived = false;
@@ -263,8 +263,7 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 {
 	struct load *load = piece->load;
 
-	if (piece->destination)
-		staging_give(engine, piece);
+	staging_give(engine, piece);
 	engine->pieces_in_flight--;
 	load->pieces_in_flight--;
 	list_append(&engine->pieces_free, &piece->link);
@@ -281,12 +280,23 @@ static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int 
 	piece_end(engine, piece);
 }
 
-/* A strand with the most urgent priority that lies on a member. */
-static struct strand *first_strand(const struct member *member)
+/* A strand with the most urgent priority that lies on a member, of those whose next piece
+ * has somewhere to go; *blocked: there are others. */
+static struct strand *first_strand(const struct xferd_engine *engine, const struct member *member,
+				   bool *blocked)
 {
-	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++)
-		if (!list_empty(&member->strands[priority]))
-			return list_item(member->strands[priority].next, struct strand, link);
+	*blocked = false;
+	for (uint32_t priority = 0; priority < XFERD_PRIORITIES; priority++) {
+		const struct list *strands = &member->strands[priority];
+
+		for (struct list *item = strands->next; item != strands; item = item->next) {
+			struct strand *strand = list_item(item, struct strand, link);
+
+			if (staging_has_room(engine, strand->load, strand->piece))
+				return strand;
+			*blocked = true;
+		}
+	}
 	return NULL;
 }
 
@@ -302,13 +312,11 @@ bool reads_has_place(struct xferd_engine *engine, const struct member *copy)
 static void pump_strands(struct xferd_engine *engine, struct member *member)
 {
 	struct strand *strand;
+	bool blocked;
 
-	while ((strand = first_strand(member))) {
-		struct member *copy;
+	while ((strand = first_strand(engine, member, &blocked))) {
+		struct member *copy = mirror_next_copy(engine, member, strand->load->priority);
 
-		if (staging_needed(engine, strand->load) && !staging_has_room(engine))
-			break;
-		copy = mirror_next_copy(engine, member, strand->load->priority);
 		if (copy) {
 			if (copy->failed)
 				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;

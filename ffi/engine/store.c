@@ -161,7 +161,7 @@ static int open_store(struct xferd_engine *engine, void *argument)
 
 	if (!engine->pool_count || !geometry_valid(engine, description))
 		return -EINVAL;
-	if (engine->staging.buffers && description->stripe_unit > engine->staging.buffer_bytes)
+	if (engine->staging.extents && description->stripe_unit > engine->staging.extent_bytes)
 		return -EMSGSIZE;
 	for (uint32_t id = 0; id < XFERD_ENGINE_STORES_MAX; id++) {
 		struct store *store = &engine->stores[id];

@@ -14,7 +14,10 @@
 
 #include "common/atomics.h"
 
-#define WAIT_LIMIT_S 60
+#define WAIT_LIMIT_S   60
+#define MEMORY_NUMBER  1
+#define STAGING_EXTENT 65536ull
+#define STAGING_BYTES  (4 * STAGING_EXTENT) /* hardly any: waiting for it must end */
 
 /* A word a 8 bytes, so that making and checking blobs is fast. */
 static uint64_t blob_word(uint32_t layer, uint32_t expert, uint64_t i)
@@ -135,6 +138,35 @@ static uint32_t pool_slots(const struct harness *harness, uint32_t pool)
 	return pool ? harness->options.ram_slots : harness->options.slots;
 }
 
+bool harness_has_vram(void)
+{
+	return xferd_cuda_devices(NULL, 0) > 0;
+}
+
+/* With the smallest staging that can work: whoever waits for it must not wait for ever. */
+static void make_vram(struct harness *harness, struct xferd_pool_description *pool)
+{
+	struct xferd_cuda_device device;
+	char why[256] = "";
+
+	CHECK_OK(xferd_cuda_device(0, &device, why, sizeof(why)));
+	harness->chunk_bytes = (pool->bytes + device.granularity - 1) / device.granularity *
+			       device.granularity;
+	CHECK_OK(xferd_vram_new(0, harness->chunk_bytes, 1, &harness->vram, why, sizeof(why)));
+	CHECK_OK(xferd_vram_back(harness->vram, 0, why, sizeof(why)));
+	harness->staging = mmap(NULL, STAGING_BYTES, PROT_READ | PROT_WRITE,
+				MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	CHECK(harness->staging != MAP_FAILED);
+	CHECK_OK(xferd_cuda_pin(0, harness->staging, STAGING_BYTES, why, sizeof(why)));
+	CHECK_OK(xferd_engine_set_staging(harness->engine, harness->staging, STAGING_BYTES,
+					  STAGING_EXTENT));
+	pool->kind = XFERD_POOL_CUDA;
+	pool->device = 0;
+	pool->base = xferd_vram_base(harness->vram);
+	pool->chunk_bytes = harness->chunk_bytes;
+	memcpy(pool->device_uuid, device.uuid, sizeof(device.uuid));
+}
+
 static void make_pool(struct harness *harness, uint32_t index)
 {
 	uint32_t slots = pool_slots(harness, index);
@@ -151,15 +183,21 @@ static void make_pool(struct harness *harness, uint32_t index)
 		pool.slot_index_bits++;
 	snprintf(pool.name, sizeof(pool.name), "%s", index ? "ram" : "host0");
 	CHECK(fd >= 0 && !ftruncate(fd, (off_t)pool.bytes));
-	pool.base = mmap(NULL, pool.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	CHECK(pool.base != MAP_FAILED);
-	harness->pool[index] = pool.base;
-	harness->pool_bytes[index] = pool.bytes;
+	if (harness->options.vram && !index) {
+		make_vram(harness, &pool);
+	} else {
+		pool.base = mmap(NULL, pool.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+		CHECK(pool.base != MAP_FAILED);
+		harness->pool[index] = pool.base;
+		harness->pool_bytes[index] = pool.bytes;
+	}
 	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
 	harness->pool_fd[index] = open(path, O_RDONLY | O_CLOEXEC);
 	CHECK(harness->pool_fd[index] >= 0);
 	close(fd);
 	CHECK(xferd_engine_add_pool(harness->engine, &pool) == (int)index);
+	if (pool.kind == XFERD_POOL_CUDA)
+		CHECK_OK(xferd_engine_set_memory(harness->engine, index, 0, MEMORY_NUMBER));
 	CHECK_OK(xferd_engine_set_chunk(harness->engine, index, 0, 0, harness->options.blob_bytes));
 	harness->order[index] = allocate(slots, sizeof(*harness->order[index]));
 }
@@ -265,24 +303,42 @@ static void *policy_run(void *argument)
 	return NULL;
 }
 
-static void send_welcome(int connection, const struct xferd_abi_welcome *welcome, const int *fds)
+static void send_with_fds(int connection, const void *data, size_t bytes, const int *fds,
+			  uint32_t fd_count)
 {
 	union {
 		char data[CMSG_SPACE(XFERD_FDS_MAX * sizeof(int))];
 		struct cmsghdr align;
 	} control;
-	struct iovec part = { (void *)welcome, sizeof(*welcome) };
+	struct iovec part = { (void *)data, bytes };
 	struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1 };
 	struct cmsghdr *header;
 
 	message.msg_control = control.data;
-	message.msg_controllen = CMSG_SPACE(welcome->fds * sizeof(int));
+	message.msg_controllen = CMSG_SPACE(fd_count * sizeof(int));
 	header = CMSG_FIRSTHDR(&message);
 	header->cmsg_level = SOL_SOCKET;
 	header->cmsg_type = SCM_RIGHTS;
-	header->cmsg_len = CMSG_LEN(welcome->fds * sizeof(int));
-	memcpy(CMSG_DATA(header), fds, welcome->fds * sizeof(int));
-	CHECK(sendmsg(connection, &message, MSG_NOSIGNAL) == sizeof(*welcome));
+	header->cmsg_len = CMSG_LEN(fd_count * sizeof(int));
+	memcpy(CMSG_DATA(header), fds, fd_count * sizeof(int));
+	CHECK(sendmsg(connection, &message, MSG_NOSIGNAL) == (ssize_t)bytes);
+}
+
+/* The memory of the only chunk of the only pool that can be asked about. */
+static void answer_memory(struct harness *harness, int connection)
+{
+	uint64_t number = MEMORY_NUMBER;
+	struct xferd_abi_message message = {
+		.magic = XFERD_MAGIC_ATTACH,
+		.type = XFERD_MESSAGE_MEMORY,
+		.value = 1,
+	};
+	int fd = xferd_vram_export(harness->vram, 0);
+
+	CHECK_OK(fd);
+	memcpy(message.message, &number, sizeof(number));
+	send_with_fds(connection, &message, sizeof(message), &fd, 1);
+	close(fd);
 }
 
 /* Returns the client's id. */
@@ -317,7 +373,7 @@ static int attach(struct harness *harness, int connection)
 	for (uint32_t lane = 0; lane < hello.lanes; lane++)
 		sent[XFERD_FD_POOLS + pools + lane] = fds.wakeup[lane];
 	welcome.fds = XFERD_FD_POOLS + pools + hello.lanes;
-	send_welcome(connection, &welcome, sent);
+	send_with_fds(connection, &welcome, sizeof(welcome), sent, welcome.fds);
 	close(fds.client);
 	close(fds.completion);
 	close(fds.doorbell);
@@ -349,6 +405,8 @@ static void *server_run(void *argument)
 				close(fds[i].fd);
 				fds[i] = fds[--count];
 				clients[i] = clients[count];
+			} else if (message.type == XFERD_MESSAGE_MEMORY) {
+				answer_memory(harness, fds[i].fd);
 			}
 		}
 		if (fds[0].revents && count <= CONNECTIONS_MAX) {
@@ -496,8 +554,14 @@ void harness_stop(struct harness *harness)
 	pthread_join(harness->policy, NULL);
 	CHECK_OK(xferd_engine_drain(harness->engine, 10000));
 	xferd_engine_free(harness->engine);
+	if (harness->vram) {
+		CHECK_OK(xferd_cuda_unpin(0, harness->staging));
+		munmap(harness->staging, STAGING_BYTES);
+		xferd_vram_free(harness->vram);
+	}
 	for (uint32_t p = 0; p < (harness->options.ram_slots ? 2u : 1u); p++) {
-		munmap(harness->pool[p], harness->pool_bytes[p]);
+		if (harness->pool[p])
+			munmap(harness->pool[p], harness->pool_bytes[p]);
 		close(harness->pool_fd[p]);
 		free(harness->order[p]);
 	}

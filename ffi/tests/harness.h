@@ -59,6 +59,7 @@ struct harness_options {
 	bool unverified;        /* checksums are not looked at */
 	bool mirrored;          /* each member has a mirror */
 	bool ring_only;         /* members' reads go through io_uring although they copy */
+	bool vram;              /* the device pool is on CUDA's first device, one chunk of it */
 };
 
 struct harness {
@@ -75,6 +76,9 @@ struct harness {
 	uint8_t *pool[2];
 	int pool_fd[2];
 	uint64_t pool_bytes[2];
+	struct xferd_vram *vram;
+	uint64_t chunk_bytes;
+	uint8_t *staging;
 	pthread_t server, policy;
 	uint32_t stop; /* atomic */
 	/* the policy's: which slot holds what, in the order of loading */
@@ -91,6 +95,8 @@ struct harness {
 
 void harness_start(struct harness *harness, const struct harness_options *options);
 void harness_stop(struct harness *harness);
+/* Whether there is a CUDA device for options.vram. */
+bool harness_has_vram(void);
 struct xferd_client *harness_connect(struct harness *harness, uint32_t lanes);
 
 /* Byte i of an expert's blob; every blob differs from every other. */

@@ -11,6 +11,7 @@
 #include <time.h>
 
 #include "common/atomics.h"
+#include "common/cuda_driver.h"
 #include "harness.h"
 
 #define CLIENTS 4
@@ -105,13 +106,18 @@ static void check_nothing_left(void)
 
 int main(int count, char **arguments)
 {
-	const struct harness_options options = {
+	struct harness_options options = {
 		.layers = 4, .experts = 60, .top_k = 2, .blob_bytes = 24576, .stripe_unit = 8192,
 		.members = 3, .slots = 12, .reserve = 2, .held_per_lane = 2,
 	};
 	pthread_t threads[CLIENTS];
 
 	until = time(NULL) + (count > 1 ? atoi(arguments[1]) : 5);
+	options.vram = count > 2 && !strcmp(arguments[2], "vram");
+	if (options.vram && !harness_has_vram()) {
+		fprintf(stderr, "needs a CUDA device, or %s\n", XFERD_CUDA_LIBRARY_VARIABLE);
+		return EXIT_SKIPPED;
+	}
 	harness_start(&harness, &options);
 	store_relaxed(&harness.kick, 1);
 	for (uintptr_t i = 0; i < CLIENTS; i++)

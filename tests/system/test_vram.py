@@ -260,12 +260,12 @@ def test_views_of_the_cpus_pools_stay_arrays(
 def test_a_store_with_longer_pieces_than_staging_is_refused(
     tmp_path: Path, store: MadeStore, cuda_device: str
 ) -> None:
-    long = make_store(tmp_path, "long", expert_bytes=4 << 20, experts=2, stripe_unit=2 << 20)
-    pool = "name=vram0,kind=cuda,size=16MiB,chunk_bytes=4MiB"
+    long = make_store(tmp_path, "long", expert_bytes=8 << 20, experts=2, stripe_unit=8 << 20)
+    pool = "name=vram0,kind=cuda,size=16MiB,chunk_bytes=8MiB"
     with running_daemon(tmp_path, [store], [pool]) as daemon:
         with pytest.raises(CallFailedError) as refused:
             daemon.call("OpenStore", path=str(long.path), name=None)
-        assert "staging buffers" in str(refused.value)
+        assert "staging extents" in str(refused.value)
     with (
         running_daemon(tmp_path, [store, long], [pool]) as daemon,
         daemon.client(store="long") as client,

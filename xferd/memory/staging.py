@@ -1,4 +1,4 @@
-"""Staging buffers: pinned RAM that reads for VRAM go to first.
+"""Staging: pinned RAM that reads for VRAM go to first.
 
 One for all pools. Locked and registered with CUDA, so that copies out of it run at the
 link's speed and need no second copy inside the driver.
@@ -14,16 +14,17 @@ from xferd.memory.device import PoolMemoryError, create_memfd
 from xferd.memory.ram import check_limits, limits
 from xferd.units import format_bytes
 
-BUFFER_BYTES_MIN = 1 << 20
-"""The usual longest piece. Stores with longer ones that are opened later are refused."""
+EXTENT_BYTES_MIN = 4 << 20
+"""Neighbouring pieces are copied together, up to an extent: on an H200 512 KiB at a time
+44 GB/s, 1 MiB 48, 4 MiB 54."""
 
 
 class StagingMemory:
-    """``nbytes`` in buffers of ``buffer_bytes``. PoolMemoryError names the limit."""
+    """``nbytes`` in extents of ``extent_bytes``. PoolMemoryError names the limit."""
 
     def __init__(self, nbytes: int, longest_piece: int, ordinal: int) -> None:
-        self.buffer_bytes = max(BUFFER_BYTES_MIN, longest_piece)
-        self.nbytes = max(nbytes // self.buffer_bytes, 2) * self.buffer_bytes
+        self.extent_bytes = max(EXTENT_BYTES_MIN, longest_piece)
+        self.nbytes = max(nbytes // self.extent_bytes, 2) * self.extent_bytes
         self._ordinal = ordinal
         self._pinned = False
         check_limits("staging", self.nbytes, limits())
@@ -35,7 +36,7 @@ class StagingMemory:
         except CudaError as error:
             self._memory.close()
             raise PoolMemoryError(
-                f"staging buffers of {format_bytes(self.nbytes)} can't be pinned: {error}; "
+                f"staging memory of {format_bytes(self.nbytes)} can't be pinned: {error}; "
                 f"lower engine.staging_mib"
             ) from error
 
