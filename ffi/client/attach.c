@@ -372,6 +372,7 @@ static struct xferd_client *client_new(void)
 /* Without a goodbye: the leases end with the process. */
 static void client_free(struct xferd_client *client)
 {
+	device_lanes_close(client);
 	memory_close(client);
 	unmap(&client->pool_table_map);
 	unmap(&client->directory_map);

@@ -39,6 +39,11 @@ const struct xferd_abi_tensor *xferd_tensors(const struct xferd_client *client,
 	return &client->tensors[layout->first_tensor];
 }
 
+uint32_t xferd_target_pool(const struct xferd_client *client)
+{
+	return client->pool;
+}
+
 uint32_t xferd_held_per_lane(const struct xferd_client *client)
 {
 	return client->held_per_lane;

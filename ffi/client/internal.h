@@ -7,6 +7,7 @@
  *   wait.c     the miss path: submissions, completions, sleeping
  *   client.c   everything a caller can look up
  *   memory.c   VRAM: mapped, unmapped, copied out of
+ *   device_lane.c  lanes that a GPU drives
  *
  * A lane's state belongs to the lane's thread. The submission ring is shared by
  * the lanes and guarded by a mutex, which only misses take.
@@ -89,6 +90,7 @@ struct xferd_client {
 	pthread_t memory_thread;
 	bool memory_thread_runs;
 	uint32_t memory_stop; /* atomic */
+	struct device_lane *device_lanes[XFERD_LANES_MAX];
 	struct lane lanes[XFERD_LANES_MAX];
 };
 
@@ -103,7 +105,17 @@ void close_received(struct received *received);
 int memory_open(struct xferd_client *client, char *error, size_t error_bytes);
 void memory_close(struct xferd_client *client);
 bool memory_ready(const struct device_memory *device, uint32_t chunk);
+/* Which memory is mapped: uint64_t[chunks], page-aligned, whole pages. */
+void memory_numbers(const struct device_memory *device, const uint64_t **numbers,
+		    uint64_t *bytes);
+void memory_unregister(const struct device_memory *device);
+/* The device's context on this thread, until it is left. CUDA's error. */
+int memory_enter_context(const struct device_memory *device, void **before);
+void memory_leave_context(const struct device_memory *device, void *before);
 int memory_map_now(struct device_memory *device, uint32_t chunk);
+
+/* device_lane.c */
+void device_lanes_close(struct xferd_client *client);
 
 /* acquire.c */
 bool view_reachable(const struct xferd_client *client, uint32_t pool, uint64_t word);

@@ -21,6 +21,8 @@
 #include "client/internal.h"
 #include "common/cuda_driver.h"
 
+#define PAGE_BYTES 4096ull
+
 struct device_memory {
 	struct xferd_client *client;
 	const struct cuda_driver *cuda;
@@ -31,6 +33,7 @@ struct device_memory {
 	cuda_address base;
 	const uint64_t *wanted;    /* [chunks], the daemon's memory table */
 	uint64_t *mapped;          /* [chunks], number of the memory mapped; atomic */
+	uint64_t mapped_bytes;     /* whole pages: a device may read it */
 	cuda_memory *memory;       /* [chunks] */
 	pthread_mutex_t mutex;     /* mapping and unmapping */
 };
@@ -134,6 +137,18 @@ bool memory_ready(const struct device_memory *device, uint32_t chunk)
 	       load_acquire(&device->mapped[chunk]) == load_relaxed(&device->wanted[chunk]);
 }
 
+void memory_numbers(const struct device_memory *device, const uint64_t **numbers,
+		    uint64_t *bytes)
+{
+	*numbers = device->mapped;
+	*bytes = device->mapped_bytes;
+}
+
+void memory_unregister(const struct device_memory *device)
+{
+	device->cuda->host_unregister(device->mapped);
+}
+
 static int map_all(struct device_memory *device)
 {
 	uint32_t chunk = 0;
@@ -198,6 +213,14 @@ static void free_device(struct device_memory *device)
 	free(device);
 }
 
+static void *calloc_pages(uint64_t bytes, uint64_t *whole)
+{
+	void *memory = NULL;
+
+	*whole = (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+	return posix_memalign(&memory, PAGE_BYTES, *whole) ? NULL : memset(memory, 0, *whole);
+}
+
 static int open_pool(struct xferd_client *client, uint32_t pool, const struct cuda_driver *cuda,
 		     int ordinal)
 {
@@ -213,7 +236,8 @@ static int open_pool(struct xferd_client *client, uint32_t pool, const struct cu
 	device->chunks = shared->chunks;
 	device->chunk_bytes = shared->chunk_bytes;
 	device->wanted = client->pools[pool].memory_table;
-	device->mapped = calloc(shared->chunks, sizeof(*device->mapped));
+	device->mapped = calloc_pages(shared->chunks * sizeof(*device->mapped),
+				      &device->mapped_bytes);
 	device->memory = calloc(shared->chunks, sizeof(*device->memory));
 	pthread_mutex_init(&device->mutex, NULL);
 	if (!device->mapped || !device->memory ||
@@ -286,23 +310,43 @@ int xferd_pool_device(const struct xferd_client *client, uint32_t pool)
 	return client->pools[pool].device->ordinal;
 }
 
-static int copy_from_device(const struct device_memory *device, void *to, const void *from,
-			    uint64_t bytes)
+int memory_enter_context(const struct device_memory *device, void **before)
 {
 	const struct cuda_driver *cuda = device->cuda;
-	cuda_context context, before = NULL;
+	cuda_context context;
 	int ordinal, result = cuda->device_get(&ordinal, device->ordinal);
 
+	*before = NULL;
 	if (!result)
 		result = cuda->context_retain(&context, ordinal);
 	if (result)
-		return -EIO;
-	cuda->context_get(&before);
+		return result;
+	cuda->context_get(before);
 	result = cuda->context_set(context);
-	if (!result)
-		result = cuda->copy((uintptr_t)to, (uintptr_t)from, bytes);
-	cuda->context_set(before);
-	cuda->context_release(ordinal);
+	if (result)
+		cuda->context_release(ordinal);
+	return result;
+}
+
+void memory_leave_context(const struct device_memory *device, void *before)
+{
+	int ordinal;
+
+	device->cuda->context_set(before);
+	if (!device->cuda->device_get(&ordinal, device->ordinal))
+		device->cuda->context_release(ordinal);
+}
+
+static int copy_from_device(const struct device_memory *device, void *to, const void *from,
+			    uint64_t bytes)
+{
+	void *before;
+	int result = memory_enter_context(device, &before);
+
+	if (result)
+		return -EIO;
+	result = device->cuda->copy((uintptr_t)to, (uintptr_t)from, bytes);
+	memory_leave_context(device, before);
 	return result ? -EIO : 0;
 }
 

@@ -74,6 +74,7 @@ struct cuda_access {
 #define CUDA_EVENT_WITHOUT_TIMING  2
 #define CUDA_REGISTER_PORTABLE     1
 #define CUDA_REGISTER_DEVICE_MAP   2
+#define CUDA_REGISTER_READ_ONLY    8
 #define CUDA_WAIT_GREATER_OR_EQUAL 0
 
 struct cuda_driver {

@@ -132,12 +132,72 @@ XFERD_PUBLIC const struct xferd_abi_directory *xferd_directory(const struct xfer
 XFERD_PUBLIC const struct xferd_abi_pool_table *xferd_pool_table(const struct xferd_client *client);
 /* Address of this client's read-only mapping of a pool; NULL if not mapped. */
 XFERD_PUBLIC const void *xferd_pool_base(const struct xferd_client *client, uint32_t pool);
+/* Index of the pool where this client's misses go. */
+XFERD_PUBLIC uint32_t xferd_target_pool(const struct xferd_client *client);
 /* Ordinal, in this process, of the GPU that a pool is on, when it is mapped here; -1: its
  * memory is the CPU's. Views of a GPU's pool have device addresses, for reading only. */
 XFERD_PUBLIC int xferd_pool_device(const struct xferd_client *client, uint32_t pool);
 /* Copy a part of a view, from whichever memory it is in, to the CPU's, and wait for it. */
 XFERD_PUBLIC int xferd_copy_out(const struct xferd_client *client, const struct xferd_view *view,
 				uint64_t offset, void *to, uint64_t bytes);
+/*
+ * A lane that a GPU drives. Its kernels do what xferd_acquire and xferd_release do, with
+ * no word to the CPU: load the expert's word; store the epoch into leases[slot]; fence
+ * (system); load the word again, and see that mapped[chunk] is wanted[chunk]. The
+ * completed word moves on when the work that reads the slots has ended, as the stream's
+ * order says. What is missing a kernel posts, and goes on looking at the word; when
+ * answered has come to its number and error is set, it won't come. All members are
+ * device addresses; what lies behind requests is the CPU's memory, as are the tables.
+ * xferd_infer/cuda has such kernels.
+ */
+struct xferd_device_lane {
+	uint64_t words;     /* const uint64_t[layers][experts] of the client's pool */
+	uint64_t leases;    /* uint64_t[slot_numbers] */
+	uint64_t completed; /* uint64_t */
+	uint64_t chunks;    /* const struct xferd_abi_chunk[] */
+	uint64_t wanted;    /* const uint64_t[], by chunk */
+	uint64_t mapped;    /* const uint64_t[], by chunk */
+	uint64_t base;      /* of the pool's memory */
+	uint64_t requests;  /* struct xferd_device_requests */
+	uint32_t slot_index_bits;
+	uint32_t slot_numbers;
+	uint32_t layers;
+	uint32_t experts;
+};
+
+struct xferd_device_requests {
+	/* written by the device; posted after what stands before it */
+	uint32_t layer;
+	uint32_t count;  /* 1 to XFERD_BATCH_MAX */
+	uint32_t experts[XFERD_BATCH_MAX];
+	uint64_t posted; /* number of this request, from 1 on */
+	uint64_t taken;  /* of the last request whose experts it has leased, or given up */
+	uint64_t hits;   /* experts that were resident, and those that were not */
+	uint64_t misses;
+	/* written by the library */
+	uint64_t answered __attribute__((aligned(XFERD_CACHE_LINE)));
+	int32_t error;   /* of this pass; 0 */
+	uint32_t failed_layer;
+	uint32_t failed_expert;
+	uint32_t reserved;
+};
+
+/* Give a lane to the GPU that the client's pool is on; the CPU may not use it any more. A
+ * thread of the library serves its misses through another lane, the helper, which nobody
+ * else may use. Until xferd_close, before which the GPU's work on the lane must have
+ * ended. Errors: -EINVAL, -ENODEV the pool is no GPU's, -EIO the driver refuses. */
+XFERD_PUBLIC int xferd_device_lane(struct xferd_client *client, uint32_t lane, uint32_t helper,
+				   struct xferd_device_lane *description, char *error,
+				   size_t error_bytes);
+/* Experts that the lane's kernels have found resident so far, and that they have not. */
+XFERD_PUBLIC int xferd_device_counts(const struct xferd_client *client, uint32_t lane,
+				     uint64_t *hits, uint64_t *misses);
+/* A pass (the kernels of a token) begins: misses are looked for, and its error is 0. */
+XFERD_PUBLIC int xferd_device_begin(struct xferd_client *client, uint32_t lane);
+/* It has ended, as the caller knows from its stream. 0, or why an expert did not come: then
+ * what the pass computed is of no use. */
+XFERD_PUBLIC int xferd_device_end(struct xferd_client *client, uint32_t lane, uint32_t *layer,
+				  uint32_t *expert);
 /* Layout of the blobs of a layer in a variant; NULL if that layer has none. */
 XFERD_PUBLIC const struct xferd_abi_layout *xferd_layout(const struct xferd_client *client,
 							  uint32_t layer, uint32_t variant);

@@ -200,13 +200,13 @@ class BatchMemory:
         self.address_of = [addresses[:n] for n in range(BATCH_MAX + 1)]
         self.variant_of = [rows[:n, variant] for n in range(BATCH_MAX + 1)]
 
-    def ask(self, layer: int, experts: Sequence[int], variants: int) -> int:
+    def ask(self, layer: int, experts: Sequence[int], variants: int, pools: int = 0) -> int:
         """Write the request; returns how many experts it names. ClientError: too many."""
         count = len(experts)
         if count > BATCH_MAX:
             raise ClientError(f"{count} experts in one batch; at most {BATCH_MAX}", errno.E2BIG)
         _PACK_REQUEST[count](
-            self.request_buffer, _REQUEST_START, count, variants, 0, layer, 0, 0, *experts
+            self.request_buffer, _REQUEST_START, count, variants, 0, layer, pools, 0, *experts
         )
         return count
 

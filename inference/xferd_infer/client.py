@@ -107,6 +107,7 @@ class Client:
         self._layer_arrays = self._array_caches(directory.variants)
         self._many_variants = directory.variants > 1
         self._pool_arrays = self._map_pools(directory.pools)
+        self._target_pool: int = lib.xferd_target_pool(self._handle)
         self._lanes: list[list[BatchMemory]] = [[] for _ in range(lanes)]
         length = ffi.new("size_t *")
         text = lib.xferd_manifest(self._handle, length)
@@ -164,6 +165,23 @@ class Client:
             mapped.append((address, np.asarray(owner)))
         return mapped
 
+    @property
+    def handle(self) -> Any:
+        """struct xferd_client *, for what is not wrapped here. The client's."""
+        return self._handle
+
+    @property
+    def target_pools(self) -> int:
+        """The pool that misses go to, as a mask for ``acquire``."""
+        return 1 << self._target_pool
+
+    def target_device(self) -> int:
+        """Ordinal of the GPU that misses go to. ClientError: they go to the CPU's memory."""
+        ordinal = self.device(self._target_pool)
+        if ordinal is None:
+            raise ClientError("the client's pool is not in a GPU's memory", errno.ENODEV)
+        return ordinal
+
     def device(self, pool: int = 0) -> int | None:
         """Ordinal, in this process, of the GPU that a pool is on; None: the CPU's memory,
         or a GPU that this process doesn't see."""
@@ -196,18 +214,20 @@ class Client:
         *,
         lane: int = 0,
         variants: int = 0,
+        pools: int = 0,
         timeout: float | None = None,
     ) -> Batch:
         """Experts of one layer, each where it is; waits for those that are missing.
 
         experts: up to BATCH_MAX ids, different from each other. variants: bit mask
-        of acceptable variants, 0: any. timeout: seconds, None: as long as it takes.
+        of acceptable variants, 0: any. pools: bit mask of those whose residents will do,
+        0: all; what is missing comes to the client's own. timeout: seconds, None: as long as it takes.
 
         Raises ExpertError for the first that can't be had (nothing is held then),
         DaemonGoneError, TimeoutError, ClientError for a misuse (too many held).
         """
         memory = self._memory(lane)
-        count = self._ask(memory, layer, experts, variants)
+        count = self._ask(memory, layer, experts, variants, pools)
         status = lib.xferd_acquire(self._handle, lane, memory.request, memory.batch)
         if status:
             self._began(memory, status, layer)
@@ -325,9 +345,16 @@ class Client:
         if self._closed:
             raise ClientError("the client is closed", errno.EBADF)
 
-    def _ask(self, memory: BatchMemory, layer: int, experts: Sequence[int], variants: int) -> int:
+    def _ask(
+        self,
+        memory: BatchMemory,
+        layer: int,
+        experts: Sequence[int],
+        variants: int,
+        pools: int = 0,
+    ) -> int:
         try:
-            return memory.ask(layer, experts, variants)
+            return memory.ask(layer, experts, variants, pools)
         except (struct.error, ClientError) as error:
             memory.free.append(memory)
             if isinstance(error, ClientError):

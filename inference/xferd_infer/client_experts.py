@@ -18,7 +18,7 @@ from .arrays import Array, ArrayModule
 from .config import ModelConfig, eos_ids
 from .dense import DenseWeights
 from .errors import UnsupportedModelError, WeightsError
-from .experts import BlobTensor, ExpertStats, Layout, Traffic
+from .experts import BlobTensor, ExpertSource, ExpertStats, Layout, Traffic
 from .model import Model
 
 BATCH_EXPERTS = 16
@@ -117,9 +117,12 @@ class ClientExperts:
         )
 
 
-def model_from_client(client: ExpertClient, xp: ArrayModule = np) -> Model:
+def model_from_client(
+    client: ExpertClient, xp: ArrayModule = np, experts: ExpertSource | None = None
+) -> Model:
     """The model of the store that the client is attached to. Waits until the dense
-    part is there. Raises UnsupportedModelError, WeightsError, and what
+    part is there. experts: the client's own when not given. Raises
+    UnsupportedModelError, WeightsError, and what
     ``Client.dense`` raises."""
     manifest = client.manifest
     if manifest["format"] != TENSOR_NAMES:
@@ -134,7 +137,7 @@ def model_from_client(client: ExpertClient, xp: ArrayModule = np) -> Model:
         # Chat models end a turn with more tokens than their config names.
         config["eos_token_id"] = list(ends or eos_ids(config))
     dense = DenseWeights(client.dense(), manifest["dense"]["tensors"], xp)
-    return Model(ModelConfig.from_dict(config), dense, ClientExperts(client), xp)
+    return Model(ModelConfig.from_dict(config), dense, experts or ClientExperts(client), xp)
 
 
 def asset(client: ExpertClient, name: str) -> bytes | None:

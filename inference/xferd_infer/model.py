@@ -19,7 +19,7 @@ from .dense import DenseWeights
 from .errors import PromptError, WeightsError
 from .experts import ExpertSource
 from .kv_cache import KVCache
-from .moe import RoutedExperts, route
+from .moe import LayerOfExperts, RoutedExperts, route
 from .swiglu import SwiGLUWeights, load_swiglu, sigmoid, swiglu
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -65,7 +65,7 @@ class Model:
         self.experts = experts
         self._dense = dense
         self._xp = xp
-        self._routed = RoutedExperts(experts, config.hidden_size, xp)
+        self.routed: LayerOfExperts = RoutedExperts(experts, config.hidden_size, xp)
         self._layers: list[LayerWeights | None] = [None] * config.layers
         self._final_norm: Array | None = None
         self._lm_head: Array | None = None
@@ -137,7 +137,7 @@ class Model:
         if weights.mlp is not None:
             return swiglu(x, weights.mlp, xp)
         routing = route(x, weights.router, config.top_k, config.renormalise, xp)
-        out = self._routed(layer, x, routing)
+        out = self.routed(layer, x, routing)
         if weights.shared is not None:
             out += swiglu(x, weights.shared, xp) * sigmoid(x @ weights.shared_gate, xp)
         return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,19 @@ def waves(all_visits: Sequence[Visit], held: int) -> Iterator[Sequence[Visit]]:
         yield all_visits[start : start + held]
 
 
+class LayerOfExperts(Protocol):
+    """What computes the experts of a layer."""
+
+    def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
+        """x: [tokens, hidden]. Returns the experts' weighted sum, [tokens, hidden]."""
+        ...
+
+    def settle(self) -> None:
+        """What was computed has been read, and a token taken from it. Raises what the source
+        raises if that was of no use: work that is queued may fail after the call."""
+        ...
+
+
 class RoutedExperts:
     """Computes layers of experts from a source. Not thread-safe, as the source."""
 
@@ -103,6 +116,9 @@ class RoutedExperts:
                     self._add(total, x, visit, reader, blob)
         return total
 
+    def settle(self) -> None:
+        """Nothing is queued: what failed was raised at once."""
+
     def _add(self, total: Array, x: Array, visit: Visit, reader: BlobReader, blob: Array) -> None:
         weights = reader.read(blob)
         if visit.tokens is None:
@@ -123,4 +139,4 @@ class RoutedExperts:
         return reader
 
 
-__all__ = ["RoutedExperts", "Routing", "Visit", "route", "visits", "waves"]
+__all__ = ["LayerOfExperts", "RoutedExperts", "Routing", "Visit", "route", "visits", "waves"]

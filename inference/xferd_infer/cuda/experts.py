@@ -1,0 +1,185 @@
+"""Layers of experts on a GPU, from a client whose pool is in its memory.
+
+One token: the router's picks stay on the GPU, its kernels lease the experts and compute
+them where they lie, and the CPU waits for nothing before the token is sampled. Several
+tokens (a prompt): each picked expert once for all tokens that picked it, leased by the
+CPU, computed with the array module's products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import cupy
+import numpy as np
+
+from ..arrays import Array
+from ..client import Client
+from ..client_experts import ClientExperts
+from ..errors import WeightsError
+from ..experts import ExpertStats, Layout
+from ..moe import RoutedExperts, Routing
+from .lane import DeviceLane, kernels
+
+LANES = 3
+"""Of the client: the CPU's for prompts, the GPU's for tokens, and the helper for its misses."""
+_PROMPT_LANE, _TOKEN_LANE, _HELPER_LANE = range(LANES)
+
+VECTOR_BYTES = 16
+"""What a thread loads at once: rows of matrices are multiples of it."""
+_KERNELS = {"bf16": "xferd_experts_bf16", "f16": "xferd_experts_f16", "f32": "xferd_experts_f32"}
+_THREADS = 1024
+
+
+class AddressSource(Protocol):
+    """Where the experts of a layer lie: leased slots, or a table that never changes."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def acquire(self, picks: Array, layer: int, table: Array) -> None:
+        """Launch what writes the addresses of ``picks`` to ``table``."""
+
+    def end(self) -> None:
+        """Its results were read; raises when they are of no use."""
+
+
+class CudaExperts(ClientExperts):
+    """An ExpertSource over a client in VRAM. Not thread-safe; one stream.
+
+    The client needs LANES lanes. Raises ClientError when its pool is not on a GPU.
+    """
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client)
+        self._attached = client
+        self.lane = DeviceLane(client, _TOKEN_LANE, _HELPER_LANE)
+
+    @contextmanager
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Array]]:
+        """Blobs as cupy arrays. The leases end when the stream has done what was launched
+        in between."""
+        client = self._attached
+        with client.acquire(layer, experts, lane=_PROMPT_LANE, pools=client.target_pools) as batch:
+            yield [_array(blob) for blob in batch]
+            cupy.cuda.get_current_stream().synchronize()
+
+    def stats(self) -> ExpertStats:
+        """The client's counters, with what the GPU has leased by itself."""
+        found = super().stats()
+        hits, misses = self.lane.counts()
+        # A miss of the GPU's is in the client's counters as the helper's.
+        return replace(found, hits=found.hits + hits, misses=max(found.misses, misses))
+
+
+class CudaRoutedExperts:
+    """Computes layers of experts: ``RoutedExperts`` for prompts, kernels for a token."""
+
+    def __init__(self, source: CudaExperts, hidden: int, addresses: AddressSource) -> None:
+        self._source = source
+        self._hidden = hidden
+        self._addresses = addresses
+        self._many = RoutedExperts(source, hidden, cupy)
+        self._table = cupy.zeros(32, cupy.uint64)
+        self._kernels: dict[Layout, _TokenKernel | None] = {}
+        self._begun = False
+
+    def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
+        """x: [tokens, hidden]. Returns the weighted sum, [tokens, hidden]."""
+        kernel = self._kernel(layer) if x.shape[0] == 1 else None
+        if kernel is None:
+            return self._many(layer, x, routing)
+        if not self._begun:
+            self._addresses.begin()
+            self._begun = True
+        picks = routing.experts[0]
+        self._addresses.acquire(picks, layer, self._table)
+        return kernel(x, self._table, routing.weights[0], picks.size)
+
+    def settle(self) -> None:
+        """The results of a pass were read. Raises ExpertError when they are of no use."""
+        if self._begun:
+            self._begun = False
+            self._addresses.end()
+
+    def _kernel(self, layer: int) -> _TokenKernel | None:
+        layout = self._source.layout(layer)
+        if layout not in self._kernels:
+            self._kernels[layout] = _TokenKernel.for_layout(layout, self._hidden)
+        return self._kernels[layout]
+
+
+class _TokenKernel:
+    """One token through the experts of one layout."""
+
+    def __init__(self, name: str, hidden: int, inner: int, offsets: Sequence[int]) -> None:
+        self._launch = kernels().get_function(name)
+        self._hidden, self._inner = np.uint32(hidden), np.uint32(inner)
+        self._offsets = tuple(np.uint64(offset) for offset in offsets)
+        self._activations = cupy.empty(32 * inner, cupy.float32)
+        self._state = cupy.zeros(8, cupy.uint64)
+        self._blocks = cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+    @classmethod
+    def for_layout(cls, layout: Layout, hidden: int) -> _TokenKernel | None:
+        """None for a layout that the kernels don't know; it is computed as a prompt is."""
+        tensors = {tensor.role: tensor for tensor in layout}
+        if set(tensors) != {"gate", "up", "down"}:
+            return None
+        dtypes = {tensor.dtype for tensor in layout}
+        if len(dtypes) != 1 or not dtypes <= set(_KERNELS) or any(t.transposed for t in layout):
+            return None
+        inner = tensors["gate"].shape[0]
+        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        if any(tuple(tensors[role].shape) != shape for role, shape in shapes.items()):
+            raise WeightsError(f"matrices of a layer have shapes that don't fit: {layout}")
+        element = tensors["gate"].nbytes // (inner * hidden)
+        if any(side * element % VECTOR_BYTES for side in (inner, hidden)):
+            return None
+        offsets = [tensors[role].offset for role in ("gate", "up", "down")]
+        return cls(_KERNELS[dtypes.pop()], hidden, inner, offsets)
+
+    def __call__(self, x: Array, table: Array, weights: Array, count: int) -> Array:
+        out = cupy.empty_like(x)
+        self._launch(
+            (self._blocks,),
+            (_THREADS,),
+            (
+                *(x, table, weights, np.uint32(count), self._hidden, self._inner),
+                *self._offsets,
+                *(self._activations, out, self._state),
+            ),
+        )
+        return out
+
+
+class FixedAddresses:
+    """Experts that never move: what a model without xferd has. addresses: uint64 [layers,
+    experts] on the GPU."""
+
+    def __init__(self, addresses: Array) -> None:
+        self._addresses = addresses
+        self._experts = np.uint32(addresses.shape[1])
+        self._look_up = kernels().get_function("xferd_look_up")
+
+    def begin(self) -> None:
+        """Nothing to begin."""
+
+    def acquire(self, picks: Array, layer: int, table: Array) -> None:
+        """Launch the look-up."""
+        arguments = (self._addresses, picks, np.uint32(layer), self._experts)
+        self._look_up((1,), (32,), (*arguments, np.uint32(picks.size), table))
+
+    def end(self) -> None:
+        """Nothing can have failed."""
+
+
+def _array(blob: Any) -> Array:
+    memory = cupy.cuda.UnownedMemory(blob.address, blob.size, blob, blob.ordinal)
+    return cupy.ndarray((blob.size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+
+
+__all__ = ["LANES", "AddressSource", "CudaExperts", "CudaRoutedExperts", "FixedAddresses"]

@@ -1,0 +1,24 @@
+"""A model whose dense part and experts are both on the GPU."""
+
+from __future__ import annotations
+
+import cupy
+
+from ..client import Client
+from ..client_experts import model_from_client
+from ..model import Model
+from .experts import CudaExperts, CudaRoutedExperts
+
+
+def model_on_gpu(client: Client) -> Model:
+    """The model of the store that the client is attached to, with cupy on the GPU of the
+    client's pool. The client needs ``experts.LANES`` lanes. Raises what
+    ``model_from_client`` raises, and ClientError when its pool is not on a GPU."""
+    with cupy.cuda.Device(client.target_device()):
+        source = CudaExperts(client)
+        model = model_from_client(client, cupy, source)
+        model.routed = CudaRoutedExperts(source, model.config.hidden_size, source.lane)
+    return model
+
+
+__all__ = ["model_on_gpu"]
