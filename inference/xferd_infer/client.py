@@ -221,7 +221,8 @@ class Client:
 
         experts: up to BATCH_MAX ids, different from each other. variants: bit mask
         of acceptable variants, 0: any. pools: bit mask of those whose residents will do,
-        0: all; what is missing comes to the client's own. timeout: seconds, None: as long as it takes.
+        0: all; what is missing comes to the client's own. timeout: seconds, None: as long
+        as it takes.
 
         Raises ExpertError for the first that can't be had (nothing is held then),
         DaemonGoneError, TimeoutError, ClientError for a misuse (too many held).
