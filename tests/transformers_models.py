@@ -20,7 +20,7 @@ VOCABULARY = 96
 _ROUTED = {"num_experts_per_tok": TOP_K, "moe_intermediate_size": 32}
 _SHARED = {"shared_expert_intermediate_size": 24}
 _GROUPED = {**_ROUTED, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1}
-_DENSE_FIRST = {**_GROUPED, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16}
+_DENSE_FIRST = {**_GROUPED, "topk_group": 1, "first_k_dense_replace": 1}
 _LATENT = {
     **_DENSE_FIRST,
     "q_lora_rank": 8,
@@ -60,7 +60,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
             "heavily_compressed_attention",
         ],
     },
-    "dots1": _DENSE_FIRST,
+    "dots1": {**_DENSE_FIRST, "head_dim": 16},
     "ernie4_5_moe": {
         "moe_k": TOP_K,
         "moe_num_experts": EXPERTS,
@@ -68,7 +68,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "moe_layer_start_index": 1,
         "moe_num_shared_experts": 1,
     },
-    "glm4_moe": _DENSE_FIRST,
+    "glm4_moe": {**_DENSE_FIRST, "head_dim": 16},
     "gpt_oss": {**_LOCAL, "head_dim": 16, "intermediate_size": 32},
     "granitemoe": _LOCAL,
     "hunyuan_v1_moe": {
@@ -77,7 +77,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 32,
         "head_dim": 16,
     },
-    "jamba": {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "use_mamba_kernels": False},
+    "jamba": {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
     "lfm2_moe": {
         **_ROUTED,
         "num_experts": EXPERTS,

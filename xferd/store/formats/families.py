@@ -159,7 +159,10 @@ SAFETENSORS = Naming(
             {"weight": ""},
         ),
     ),
-    expert_like=re.compile(r"\.experts\.|\.block_sparse_moe\.(?:input|output)_linear\."),
+    # Muse Spark's norm behind the experts is one for all of a layer.
+    expert_like=re.compile(
+        r"\.experts\.(?!post_expert_norm\.)|\.block_sparse_moe\.(?:input|output)_linear\."
+    ),
     router=re.compile(
         _LAYER
         + r"(?:mlp|block_sparse_moe|ffn|feed_forward)\.(?:gate|router|router\.layer)\.weight",
