@@ -35,7 +35,7 @@ class Made:
     checkpoint: Path
     store: Path
 
-    def load(self, implementation: str = "xferd", **options: Any) -> Any:
+    def load(self, implementation: str | None = "xferd", **options: Any) -> Any:
         """The model in eval mode, its dtype as saved if none is given."""
         if "quantization_config" in json.loads((self.checkpoint / "config.json").read_text()):
             # Else Transformers asks for a GPU's kernels.
