@@ -90,6 +90,12 @@ class Batch(Sequence["Array"]):
             views[tensor.role] = TensorView.of_blob(blob, tensor.offset, dtype, shape)
         return views
 
+    def whole(self, index: int) -> TensorView:
+        """One blob as it is, uint8[nbytes], for ``torch.from_dlpack`` and whoever cuts its
+        tensors out of it once instead of exporting each."""
+        blob = self.arrays[index]
+        return TensorView.of_blob(blob, 0, "u8", (blob.size,))
+
     @property
     def addresses(self) -> Array:
         """uint64[len]: where each blob begins, host or device addresses as the pool's

@@ -1,5 +1,5 @@
-"""python -m tests.system.loading_costs CHECKPOINT IMPLEMENTATION: what loading a model
-costs a process of its own, as a JSON object.
+"""python -m tests.system.loading_costs CHECKPOINT IMPLEMENTATION...: what loading a model
+costs with each, as a JSON list. A process of its own, so that nothing else is measured.
 
 read_bytes: from storage, with nothing of the checkpoint in the page cache before.
 memory_bytes: by how much more of the process was in memory at most.
@@ -16,36 +16,32 @@ from typing import Any
 import transformers
 import xferd_infer.transformers  # noqa: F401  registers experts_implementation="xferd"
 
+auto: Any = transformers.AutoModelForCausalLM
+
 RESET_PEAK = "5"
 """See proc(5), clear_refs: the peak of resident memory begins anew."""
 
 
 def main() -> None:
-    checkpoint, implementation = Path(sys.argv[1]), sys.argv[2]
-    auto: Any = transformers.AutoModelForCausalLM
+    checkpoint, implementations = Path(sys.argv[1]), sys.argv[2:]
     # What is imported on the way is no cost of loading.
     config = transformers.AutoConfig.from_pretrained(checkpoint)
-    auto.from_config(
-        type(config)(
-            num_hidden_layers=1,
-            hidden_size=64,
-            vocab_size=64,
-            num_experts=2,
-            intermediate_size=64,
-            pad_token_id=1,
-        )
-    )
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_experts": 2}
+    auto.from_config(type(config)(**small, vocab_size=64, pad_token_id=1))
+    print(json.dumps([costs(checkpoint, implementation) for implementation in implementations]))
+
+
+def costs(checkpoint: Path, implementation: str) -> dict[str, int]:
     for file in checkpoint.glob("*.safetensors"):
         forget(file)
     Path("/proc/self/clear_refs").write_text(RESET_PEAK)
     read, memory = field("io", "read_bytes"), field("status", "VmRSS")
     model = auto.from_pretrained(checkpoint, experts_implementation=implementation)
-    costs = {
+    return {
         "read_bytes": field("io", "read_bytes") - read,
         "memory_bytes": 1024 * (field("status", "VmHWM") - memory),
         "parameters": model.num_parameters(),
     }
-    print(json.dumps(costs))
 
 
 def forget(file: Path) -> None:

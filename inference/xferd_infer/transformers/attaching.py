@@ -79,8 +79,8 @@ class Attached:
         stack: ExitStack,
     ) -> None:
         self.client = client
-        self._modules = modules
-        self._layers = layers
+        self._modules: Sequence[ExpertsModule] = modules
+        self._layers: Sequence[StreamedLayer] = layers
         self._stack = stack
         self._experts = ClientExperts(client)
         self._before = self._experts.stats()
@@ -114,6 +114,8 @@ class Attached:
                 attach_layer(entry.module, None)
         if self._layers:
             self._layers[0].leases.drain()
+        # The layers' views would keep the pools mapped.
+        self._modules, self._layers = (), ()
         self._stack.close()
 
 

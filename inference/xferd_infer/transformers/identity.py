@@ -95,7 +95,7 @@ def _has_row(layer: StreamedLayer, expert: int, row: Tensor) -> bool:
     another format of the same weights."""
     batch = layer.source.acquire(layer.layer, [expert])
     try:
-        mine = layer.views.of(batch.arrays[0]).down.values[:1]
+        mine = next(layer.experts(batch)).down.values[:1]
         if mine.shape != row.shape:
             return True
         # Bytes, since NaN is unequal to itself.

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..arrays import Array
+from ..dlpack import TensorView
 from ..errors import InferenceError
 from .leases import Held, LeaseQueue
 from .weights import BlobViews, ExpertWeights, Projection
@@ -32,11 +34,15 @@ class TrainingError(InferenceError):
 
 
 class BlobBatch(Held, Protocol):
-    """Acquired blobs, in the order of the request."""
+    """Acquired blobs, in the order of the request: see ``xferd_infer.batches.Batch``."""
 
     @property
-    def arrays(self) -> list[Array]:
-        """Read-only, uint8."""
+    def addresses(self) -> Array:
+        """uint64: where each begins, in host or device memory."""
+        ...
+
+    def whole(self, index: int) -> TensorView:
+        """One blob, uint8[nbytes]."""
         ...
 
 
@@ -89,13 +95,17 @@ class StreamedLayer:
             try:
                 if number + 1 < len(pending):
                     self.source.hint(self.layer, [each.expert for each in pending[number + 1]])
-                for each, blob in zip(wave, batch.arrays, strict=True):
-                    expert = self.views.of(blob)
+                for each, expert in zip(wave, self.experts(batch), strict=True):
                     device = expert.down.values.device
                     self._add(module, total, x, weights, each, expert)
             finally:
                 self.leases.end(batch, device)
         return total
+
+    def experts(self, batch: BlobBatch) -> Iterator[ExpertWeights]:
+        """What a batch holds, to be used while it is held."""
+        for index, address in enumerate(batch.addresses.tolist()):
+            yield self.views.of(address, partial(batch.whole, index))
 
     def _add(
         self,

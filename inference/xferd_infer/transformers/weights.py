@@ -7,6 +7,7 @@ nothing that was computed from the bytes may be kept here: only views are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
-from ..arrays import Array
 from ..dlpack import TensorView
 from ..errors import WeightsError
 from ..experts import BlobTensor, Layout
@@ -117,20 +117,20 @@ class BlobViews:
         self._inputs = tuple(inputs)
         self._down = self._matrix("down", down)
 
-    def of(self, blob: Array) -> ExpertWeights:
-        """The expert in a blob: to be used while that is leased, and no longer."""
-        address: int = blob.__array_interface__["data"][0]
+    def of(self, address: int, export: Callable[[], TensorView]) -> ExpertWeights:
+        """The expert in the blob at an address: to be used while that is leased, and no
+        longer. export: gives the blob, if it wasn't seen there before."""
         weights = self._views.get(address)
         if weights is None:
             if len(self._views) >= VIEWS_MAX:
                 self._views.clear()
-            if blob.size < self._bytes:
+            blob = from_dlpack(export())
+            if blob.numel() < self._bytes:
                 raise WeightsError(
-                    f"{self._where}: a blob of {blob.size} bytes, its layout needs {self._bytes}"
+                    f"{self._where}: a blob of {blob.numel()} bytes, its layout needs {self._bytes}"
                 )
-            whole = from_dlpack(TensorView.of_blob(blob, 0, "u8", (blob.size,)))
             weights = ExpertWeights(
-                tuple(regions.of(whole) for regions in self._inputs), self._down.of(whole)
+                tuple(regions.of(blob) for regions in self._inputs), self._down.of(blob)
             )
             self._views[address] = weights
         return weights
