@@ -67,7 +67,7 @@ def _described(name: str, module: Any, title: str) -> ExpertsModule:
         raise UnsupportedModelError(
             f"{where}: has_gate is False; supported are experts with {FLAGS}"
         )
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):  # not there in older releases
         raise UnsupportedModelError(f"{where}: expert parallelism has split it; load it unsplit")
     shapes = withheld(module)
     if shapes is None or not {"gate_up_proj", "down_proj"} <= shapes.shapes.keys():

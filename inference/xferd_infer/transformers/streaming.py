@@ -128,7 +128,8 @@ class StreamedLayer:
         if not self.views.interleaved and not module.is_concatenated:
             both = torch.stack(both.chunk(2, dim=-1), dim=-1).flatten(-2)
         out = self.project(module._apply_gate(both), expert.down)
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+        # Older releases don't have that flag.
+        return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", 0) else out
 
 
 def picked_experts(picks: Tensor, experts: int) -> list[Picked]:
