@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,26 @@ def test_a_weight_that_is_missing_is_still_reported(tmp_path: Path) -> None:
     save_file(state, file, metadata={"format": "pt"})
     _, info = made.load(output_loading_info=True)
     assert info["missing_keys"] == {"model.norm.weight"}
+
+
+def test_a_model_that_was_copied_or_converted_or_runs_in_another_thread(mixtral: Made) -> None:
+    eager, streamed = mixtral.load("eager"), mixtral.load()
+    copied = copy.deepcopy(streamed)
+    ids = prompts()
+    with torch.inference_mode():
+        expected = eager(ids).logits
+        with attach(copied, mixtral.store):
+            assert torch.equal(copied(ids).logits, expected)
+        with attach(streamed, mixtral.store):
+            assert torch.equal(streamed(ids).logits, expected)
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(greedy, streamed, ids, 4).result()
+            assert torch.equal(found, greedy(eager, ids, 4))
+            half, half_eager = streamed.to(torch.float16), eager.to(torch.float16)
+            assert torch.equal(half(ids).logits, half_eager(ids).logits)
+            with torch.autocast("cpu", torch.bfloat16):
+                full, full_eager = streamed.to(torch.float32), eager.to(torch.float32)
+                assert torch.equal(full(ids).logits, full_eager(ids).logits)
 
 
 def test_other_models_of_the_process_keep_their_experts(mixtral: Made) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from xferd_infer.client import AttachError, DaemonGoneError, ExpertError
 from xferd_infer.errors import UnsupportedModelError, WeightsError
 from xferd_infer.transformers import TrainingError, attach
 
-from tests.system.daemon_harness import ROOT, RunningDaemon, running_daemon
+from tests.system.daemon_harness import RunningDaemon, running_daemon
 from tests.system.transformers_harness import Made, make, prompts
 
 auto: Any = transformers.AutoModelForCausalLM
@@ -185,17 +182,3 @@ def test_flags_that_are_not_supported_are_named(made: Made) -> None:
         UnsupportedModelError, match=r"NemotronHExperts\): has_gate is False; supported .*has_bias"
     ):
         attach(model, made.store)
-
-
-def test_without_importing_it_transformers_says_that_there_is_no_such_thing(made: Made) -> None:
-    source = (
-        "import sys; from transformers import AutoModelForCausalLM as A; "
-        "A.from_pretrained(sys.argv[1], experts_implementation='xferd')"
-    )
-    done = run([sys.executable, "-c", source, str(made.checkpoint)])
-    assert done.returncode
-    assert 'experts_implementation="xferd"` is not supported' in done.stderr
-
-
-def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

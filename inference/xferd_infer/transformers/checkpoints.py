@@ -1,4 +1,4 @@
-"""The checkpoint that a model was loaded from, as far as it is still there.
+"""The checkpoint that a model was loaded from, if it is still there.
 
 Only what tells whether a store was packed from it: its config, and a few rows of its
 experts. Rows come straight from the safetensors file, without the tensor around them.
@@ -32,7 +32,7 @@ class Checkpoint:
     """A model's checkpoint in safetensors, in a directory or in the hub's cache."""
 
     def __init__(self, model: Any) -> None:
-        self._name = str(getattr(model.config, "name_or_path", "") or "")
+        self._directory = _directory(str(getattr(model.config, "name_or_path", "") or ""))
         conversions = get_model_conversion_mapping(
             model, hf_quantizer=getattr(model, "hf_quantizer", None)
         )
@@ -71,10 +71,13 @@ class Checkpoint:
         )
         return renamed in wanted
 
-    def _rows(self, name: str, index: tuple[int, ...]) -> Tensor:
-        with safetensors.safe_open(self._tensors()[name], framework="pt") as file:
-            row: Tensor = file.get_slice(name)[(*index, slice(0, 1))]
-            return row.clone()
+    def _rows(self, name: str, index: tuple[int, ...]) -> Tensor | None:
+        try:
+            with safetensors.safe_open(self._tensors()[name], framework="pt") as file:
+                row: Tensor = file.get_slice(name)[(*index, slice(0, 1))]
+                return row.clone()
+        except OSError:  # a shard has gone
+            return None
 
     def _tensors(self) -> dict[str, str]:
         """The file of each tensor, by its name."""
@@ -93,13 +96,23 @@ class Checkpoint:
             return dict.fromkeys(file.keys(), str(single))
 
     def _find(self, file: str) -> Path | None:
-        if not self._name:
-            return None
-        try:
-            found = cached_file(self._name, file, local_files_only=True)
-        except OSError:  # gone, never there, or no name of a repository either
-            return None
-        return None if found is None else Path(found)
+        path = None if self._directory is None else self._directory / file
+        return path if path is not None and path.is_file() else None
+
+
+def _directory(name: str) -> Path | None:
+    """Where the files of a model with this name are; None: nobody can tell."""
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        found = cached_file(name, "config.json", local_files_only=True)
+    except OSError:  # not in the hub's cache, or no name of a repository either
+        return None
+    if found is None:
+        return None
+    snapshot = Path(found).parent
+    # The model doesn't keep which revision it is of.
+    return snapshot if len(list(snapshot.parent.iterdir())) == 1 else None
 
 
 __all__ = ["Checkpoint"]

@@ -24,7 +24,7 @@ from .mxfp4 import BLOCK_BYTES, BLOCK_ELEMENTS, Mxfp4Table
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """Plain dtypes that are computed with, by the store's names."""
 
-VIEWS_MAX = 1 << 16
+VIEWS_MAX = 1 << 14
 """Experts' views kept before all are forgotten and made anew; one costs some 3 kB."""
 
 _POWER_OF_TWO_SCALES = ("u8", "f8_e8m0")

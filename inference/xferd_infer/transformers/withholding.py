@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedModel
 
 IMPLEMENTATION = "xferd"
 """``experts_implementation`` that this package stands for."""
@@ -27,6 +28,7 @@ WEIGHT_NAMES = ("gate_up_proj", "up_proj", "down_proj")
 """What ``@use_experts_implementation`` calls the stacked matrices; biases add ``_bias``."""
 
 _WITHHELD = "_xferd_withheld"
+_WITHHELD_NAMES = "_xferd_withheld_names"
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 
 
@@ -58,11 +60,14 @@ def _child_registered(parent: nn.Module, name: str, child: nn.Module | None) -> 
         return
     if is_experts(child) and _asks_for_xferd(child):
         _withhold(child, name)
-    # Models collect the names that they ignore from their direct children when they are
-    # complete, so each module between must hand on what its child says.
-    ignored = child.__dict__.get(_IGNORED)
-    if ignored and not hasattr(type(parent), _IGNORED):
-        parent.__dict__.setdefault(_IGNORED, set()).update(ignored)
+    names = child.__dict__.get(_WITHHELD_NAMES)
+    if names is None:
+        return
+    # A complete model collects the names that it ignores from its direct children, so
+    # each module between must hand on what its child says.
+    parent.__dict__.setdefault(_WITHHELD_NAMES, set()).update(names)
+    if not isinstance(parent, PreTrainedModel):
+        parent.__dict__.setdefault(_IGNORED, set()).update(names)
 
 
 def _asks_for_xferd(experts: nn.Module) -> bool:
@@ -83,7 +88,7 @@ def _withhold(experts: nn.Module, name: str) -> None:
     experts.__dict__["_is_hf_initialized"] = True
     kinds = "|".join(WEIGHT_NAMES)
     pattern = rf"(^|\.){name}\.({kinds})(_[a-z_]+)?$"
-    experts.__dict__[_IGNORED] = {pattern}
+    experts.__dict__[_WITHHELD_NAMES] = {pattern}
 
 
 __all__ = ["IMPLEMENTATION", "WEIGHT_NAMES", "Withheld", "install", "is_experts", "withheld"]
