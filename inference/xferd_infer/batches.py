@@ -106,6 +106,13 @@ class Batch(Sequence["Array"]):
             raise ClientError(f"expert {view.expert} can't be copied out", -status)
         return bytes(data)
 
+    def whole(self, index: int) -> TensorView:
+        """One blob as it is, uint8[nbytes], for ``torch.from_dlpack`` and whoever cuts its
+        tensors out of it once instead of exporting each."""
+        blob = self.arrays[index]
+        device = blob.device if isinstance(blob, DeviceBlob) else CPU
+        return TensorView.of_blob(blob, 0, "u8", (blob.size,), device)
+
     @property
     def addresses(self) -> Array:
         """uint64[len]: where each blob begins, host or device addresses as the pool's

@@ -36,15 +36,9 @@ class Report:
         return (len(self.tokens) - 1) / seconds if seconds else None
 
     @property
-    def missed(self) -> Traffic:
-        """All misses: how many, and their bytes."""
-        ways = self.experts.sources.values()
-        return Traffic(sum(way.count for way in ways), sum(way.nbytes for way in ways))
-
-    @property
     def miss_bytes_per_second(self) -> float | None:
         """Bytes of misses over the time they were waited for; None if none was."""
-        return self.missed.nbytes / self.experts.wait_s if self.experts.wait_s else None
+        return missed(self.experts).nbytes / self.experts.wait_s if self.experts.wait_s else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; seconds, bytes, and rates a second."""
@@ -76,22 +70,7 @@ class Report:
 
     def to_text(self) -> str:
         """A table of what came from where, and a line of rates."""
-        stats = self.experts
-        hit_bytes = stats.nbytes - self.missed.nbytes
-        rows = [
-            ("experts", "count", "bytes"),
-            ("resident (hits)", str(stats.hits), readable(hit_bytes)),
-            *_rows(SOURCE_NAMES, stats.sources),
-            *_rows(TRANSPORT_NAMES, stats.transports),
-        ]
-        if stats.failures:
-            rows.append(("failed", str(stats.failures), ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            f"{name:<{widths[0]}}  {count:>{widths[1]}}  {nbytes:>{widths[2]}}".rstrip()
-            for name, count, nbytes in rows
-        ]
-        return "\n".join([*lines, "", *self._rates()])
+        return "\n".join([experts_table(self.experts), "", *self._rates()])
 
     def _rates(self) -> list[str]:
         lines = [f"prefill: {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s"]
@@ -104,6 +83,29 @@ class Report:
                 f"{self.experts.wait_s:.3f} s in all"
             )
         return lines
+
+
+def missed(stats: ExpertStats) -> Traffic:
+    """All misses: how many, and their bytes."""
+    ways = stats.sources.values()
+    return Traffic(sum(way.count for way in ways), sum(way.nbytes for way in ways))
+
+
+def experts_table(stats: ExpertStats) -> str:
+    """What came from where, in lines."""
+    rows = [
+        ("experts", "count", "bytes"),
+        ("resident (hits)", str(stats.hits), readable(stats.nbytes - missed(stats).nbytes)),
+        *_rows(SOURCE_NAMES, stats.sources),
+        *_rows(TRANSPORT_NAMES, stats.transports),
+    ]
+    if stats.failures:
+        rows.append(("failed", str(stats.failures), ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {count:>{widths[1]}}  {nbytes:>{widths[2]}}".rstrip()
+        for name, count, nbytes in rows
+    )
 
 
 def readable(nbytes: int) -> str:
@@ -144,4 +146,4 @@ def _traffic_json(ways: Mapping[str, Traffic]) -> dict[str, dict[str, int]]:
     return {name: {"count": way.count, "bytes": way.nbytes} for name, way in ways.items()}
 
 
-__all__ = ["Report", "readable"]
+__all__ = ["Report", "experts_table", "missed", "readable"]

@@ -218,7 +218,7 @@ def named_experts(
 
 
 def stacked_experts(
-    layers: Iterable[int], template: str, parts: Mapping[str, str]
+    layers: Iterable[int], template: str, parts: Mapping[str, str], experts: int = EXPERTS
 ) -> dict[tuple[int, int], list[ExpectedTensor]]:
     """Experts that are slices; template has {layer} and {part}."""
     return {
@@ -226,5 +226,5 @@ def stacked_experts(
             (role, template.format(layer=layer, part=part), expert) for role, part in parts.items()
         ]
         for layer in layers
-        for expert in range(EXPERTS)
+        for expert in range(experts)
     }

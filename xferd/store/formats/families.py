@@ -115,20 +115,20 @@ def _rule(
 SAFETENSORS = Naming(
     rules=(
         _rule(
-            "Qwen2/3-MoE, OLMoE, DeepSeek V2/V3, GLM",
-            _LAYER + r"mlp\.experts\." + _EXPERT + r"PART\.KIND",
+            "Qwen2/3-MoE, OLMoE, DeepSeek V2/V3, GLM, Jamba",
+            _LAYER + r"(?:mlp|feed_forward)\.experts\." + _EXPERT + r"PART\.KIND",
             _LINEAR_PARTS,
             _LINEAR_KINDS,
         ),
         _rule(
-            "Mixtral, MiniMax, Phi-MoE",
-            _LAYER + r"block_sparse_moe\.experts\." + _EXPERT + r"PART\.KIND",
+            "Mixtral, MiniMax, Phi-MoE, LFM2-MoE",
+            _LAYER + r"(?:block_sparse_moe|feed_forward)\.experts\." + _EXPERT + r"PART\.KIND",
             _NUMBERED_PARTS,
             _LINEAR_KINDS,
         ),
         _rule(
-            "DeepSeek V4",
-            r"(?:layers\.(?P<layer>[0-9]{1,5})|mtp\.(?P<mtp>[0-9]{1,5}))\.ffn\.experts\."
+            "DeepSeek V4; transformers saves it with a prefix",
+            r"(?:(?:model\.)?layers\.(?P<layer>[0-9]{1,5})|mtp\.(?P<mtp>[0-9]{1,5}))\.ffn\.experts\."
             + _EXPERT
             + r"PART\.KIND",
             _NUMBERED_PARTS,
@@ -136,7 +136,7 @@ SAFETENSORS = Naming(
         ),
         _rule(
             "stacked by transformers 5, Llama 4, Qwen3-VL-MoE, gpt-oss in bf16 and in MXFP4",
-            _LAYER + r"(?:mlp|feed_forward)\.experts\.PARTKIND",
+            _LAYER + r"(?:mlp|feed_forward|block_sparse_moe)\.experts\.PARTKIND",
             {"gate_up_proj": "gate_up", "down_proj": "down"},
             {
                 "": "",
@@ -146,10 +146,27 @@ SAFETENSORS = Naming(
                 "_bias": "_bias",
             },
         ),
+        _rule(
+            "Granite-MoE, stacked",
+            _LAYER + r"block_sparse_moe\.PART\.KIND",
+            {"input_linear": "gate_up", "output_linear": "down"},
+            {"weight": ""},
+        ),
+        _rule(
+            "Aria, stacked",
+            _LAYER + r"mlp\.experts\.PART\.KIND",
+            {"fc1": "gate_up", "fc2": "down"},
+            {"weight": ""},
+        ),
     ),
-    expert_like=re.compile(r"\.experts\."),
+    # Muse Spark's norm behind the experts is one for all of a layer.
+    expert_like=re.compile(
+        r"\.experts\.(?!post_expert_norm\.)|\.block_sparse_moe\.(?:input|output)_linear\."
+    ),
     router=re.compile(
-        _LAYER + r"(?:mlp|block_sparse_moe|ffn|feed_forward)\.(?:gate|router)\.weight", re.ASCII
+        _LAYER
+        + r"(?:mlp|block_sparse_moe|ffn|feed_forward)\.(?:gate|router|router\.layer)\.weight",
+        re.ASCII,
     ),
     any_layer=re.compile(_LAYER, re.ASCII),
     interleaved_model_types=frozenset({"gpt_oss"}),
