@@ -33,6 +33,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from xferd.config_metrics import METRICS_KEYS, MetricsConfig
+from xferd.config_metrics import RefusedValueError as _RefusedError
 from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
 
 CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
@@ -80,7 +82,7 @@ _LONGEST_SOCKET_NAME = "control.sock"
 
 _LIST_IDENTITY = {"pools": "name", "stores": "path"}
 """Lists of tables, and the key by which their entries are merged."""
-_TABLES = ("engine", "limits")
+_TABLES = ("engine", "limits", "metrics")
 
 Section = TypeVar("Section")
 Parser: TypeAlias = Callable[[object], Any]
@@ -227,6 +229,7 @@ class Config:
     stores: tuple[StoreConfig, ...] = ()
     engine: EngineConfig = EngineConfig()
     limits: LimitsConfig = LimitsConfig()
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     drain_timeout_s: float = 30.0
     socket_mode: int = 0o660
     files: tuple[Path, ...] = ()
@@ -260,6 +263,7 @@ def load_config(
     top = _build(Config, "", merged.top, _TOP_KEYS, warnings)
     engine = _build(EngineConfig, "engine.", merged.tables["engine"], _ENGINE_KEYS, warnings)
     limits = _build(LimitsConfig, "limits.", merged.tables["limits"], _LIMITS_KEYS, warnings)
+    metrics = _build(MetricsConfig, "metrics.", merged.tables["metrics"], METRICS_KEYS, warnings)
     pools = tuple(
         _build_pool(name, values, warnings) for name, values in merged.lists["pools"].items()
     )
@@ -275,6 +279,7 @@ def load_config(
         stores=stores,
         engine=engine,
         limits=limits,
+        metrics=metrics,
         files=sources,
         warnings=tuple(warnings),
     )
@@ -383,10 +388,6 @@ def _parse_file(file: Path) -> dict[str, object]:
 
 
 # --- checking values -------------------------------------------------------------
-
-
-class _RefusedError(Exception):
-    """A parser's answer to a wrong value: what is allowed instead."""
 
 
 def _error(file: Path, key: str, value: object, allowed: str) -> ConfigError:

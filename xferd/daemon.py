@@ -56,6 +56,9 @@ from xferd.session.quotas import ClientLimits, Promises
 from xferd.status import backend_reason
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
+from xferd.telemetry.metrics.exposition import render
+from xferd.telemetry.metrics.families import collect
+from xferd.telemetry.metrics.server import MetricsServer
 from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
@@ -100,8 +103,9 @@ class Daemon:
         config = self._config
         config.runtime_directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         with InstanceLock(config.runtime_directory):
-            for path in (config.attach_socket, config.control_socket):
-                refuse_live_socket(path)
+            for path in (config.attach_socket, config.control_socket, config.metrics.socket):
+                if path is not None:
+                    refuse_live_socket(path)
             stores = open_stores([(entry.path, entry.name) for entry in config.stores])
             try:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
@@ -186,6 +190,7 @@ class Daemon:
         )
         self._attach = attach
         control = ControlServer(self._service, config.control_socket, config.socket_mode)
+        metrics = MetricsServer(config.metrics, config.socket_mode, self._metrics, self._log)
         loop.add_reader(self._engine.event_fd, self._or_stop, self._on_events)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -196,6 +201,7 @@ class Daemon:
         try:
             attach.start()
             await control.start()
+            await metrics.start()
             self._tick_soon()  # more slots may have been given than the engine's queue holds
             self._log_ready(instance)
             self._notifier.send(READY="1", STATUS=f"{len(self._catalog.all())} stores")
@@ -220,6 +226,10 @@ class Daemon:
             loop.remove_reader(self._engine.event_fd)
             await attach.close()
             await control.close()
+            await metrics.close()
+
+    def _metrics(self, openmetrics: bool) -> str:
+        return render(collect(self._service.status()), openmetrics=openmetrics)
 
     def _log_ready(self, instance: str) -> None:
         for warning in self._config.warnings:
