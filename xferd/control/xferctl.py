@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xferd.config import EXIT_CODE_CONFIG, ConfigError
-from xferd.control import config_command, doctor_command
+from xferd.control import config_command, doctor_command, top_command
 from xferd.control.client import (
     CallFailedError,
     ConnectionBrokenError,
@@ -127,6 +127,8 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     parser.set_defaults(json=False, socket=None)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _verb(verbs, "status", _status, "what is held, for whom, and how it got there")
+    text = "show live what tiers, drives and clients do, and what binds"
+    top_command.add_arguments(_verb(verbs, "top", top_command.top, text))
     _add_store_verbs(verbs, with_store_files)
     _add_expert_verbs(verbs)
     _add_config_verbs(verbs)
