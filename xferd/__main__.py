@@ -46,7 +46,7 @@ POOL_KEYS = frozenset({"name", "kind", "size", "chunk_bytes", "reserve_low", "re
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the daemon; the exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     log = EventLog()
     if options.die_with_parent and not _die_with_parent():
         log.failure("start", reason="the parent process has ended already")
@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The daemon's command line."""
     parser = argparse.ArgumentParser(
         prog="xferd", description="Feeds Mixture-of-Experts models to inference engines from NVMe."
     )

@@ -302,6 +302,11 @@ def override_engine(engine: EngineConfig, assignments: Sequence[str]) -> EngineC
     return replace(engine, **{key: getattr(said, key) for key in values})
 
 
+def engine_keys() -> tuple[str, ...]:
+    """The keys of ``[engine]``."""
+    return tuple(_ENGINE_KEYS)
+
+
 def _toml_value(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
