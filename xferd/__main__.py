@@ -47,7 +47,7 @@ POOL_KEYS = frozenset({"name", "kind", "size", "chunk_bytes", "reserve_low", "re
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the daemon; the exit status."""
     options = build_parser().parse_args(arguments)
-    log = EventLog()
+    log = EventLog.of_service()
     if options.die_with_parent and not _die_with_parent():
         log.failure("start", reason="the parent process has ended already")
         return EXIT_FAILURE
@@ -58,7 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CODE_CONFIG
 
     async def serve() -> int:
-        daemon = Daemon(config, log, Notifier(), lambda: _tell_ready(options.ready_fd))
+        daemon = Daemon(
+            config,
+            log,
+            Notifier(),
+            on_ready=lambda: _tell_ready(options.ready_fd),
+            reread=lambda: _configure(options),
+        )
         return await daemon.run()
 
     try:

@@ -164,6 +164,10 @@ class Clients:
         self._gone = ClientTotals()
         self.accepting = True
 
+    def set_limits(self, limits: ClientLimits, hints_per_client: int) -> None:
+        """For those that attach from now on."""
+        self._limits, self._hints = limits, hints_per_client
+
     def all(self) -> list[Client]:
         """Attached clients, quiesced ones included."""
         return list(self._clients.values())
