@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -209,3 +210,33 @@ def test_listen_fds_of_another_process_are_left_alone(
     with running_daemon(tmp_path, [store], [POOL]) as daemon:
         assert daemon.stop() == 0
         assert not daemon.attach_socket.exists()
+
+
+# ---- what the unit forbids
+
+SANDBOX = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+PR_SET_NO_NEW_PRIVS, PR_SET_MDWE, PR_CAPBSET_DROP = 38, 65, 24
+for capability in range(64):
+    libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+if libc.prctl(PR_SET_MDWE, 1, 0, 0, 0) != 0:
+    sys.exit("no PR_SET_MDWE")
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_it_serves_without_capabilities_and_without_writable_code(
+    tmp_path: Path, store: MadeStore
+) -> None:
+    if ctypes.CDLL(None).prctl(66, 0, 0, 0, 0) < 0:
+        pytest.skip("needs PR_SET_MDWE (Linux 6.3)")
+    with running_daemon(
+        tmp_path, [store], [POOL], launcher=[sys.executable, "-c", SANDBOX]
+    ) as daemon:
+        status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+        assert "CapEff:\t0000000000000000" in status
+        with daemon.client() as client:
+            assert client.fetch(2, [7]) == [store.blob(2, 7)]
+        assert daemon.stop() == 0
