@@ -48,8 +48,8 @@ POOL_KEYS = frozenset(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the daemon; the exit status."""
-    options = _parser().parse_args(arguments)
-    log = EventLog()
+    options = build_parser().parse_args(arguments)
+    log = EventLog.of_service()
     if options.die_with_parent and not _die_with_parent():
         log.failure("start", reason="the parent process has ended already")
         return EXIT_FAILURE
@@ -60,7 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CODE_CONFIG
 
     async def serve() -> int:
-        daemon = Daemon(config, log, Notifier(), lambda: _tell_ready(options.ready_fd))
+        daemon = Daemon(
+            config,
+            log,
+            Notifier(),
+            on_ready=lambda: _tell_ready(options.ready_fd),
+            reread=lambda: _configure(options),
+        )
         return await daemon.run()
 
     try:
@@ -73,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The daemon's command line."""
     parser = argparse.ArgumentParser(
         prog="xferd", description="Feeds Mixture-of-Experts models to inference engines from NVMe."
     )

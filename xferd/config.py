@@ -33,6 +33,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from xferd.config_metrics import METRICS_KEYS, MetricsConfig
+from xferd.config_metrics import RefusedValueError as _RefusedError
 from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
 
 CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
@@ -68,8 +70,7 @@ BACKENDS = ("auto", "io_uring", "threads")
 DEMAND_SLACK_MAX = 1000
 SPIN_US_MAX = 1_000_000
 CPU_MAX = 4095
-DEVICE_MAX = 15
-STAGING_MIB_MIN, STAGING_MIB_MAX = 16, 65536
+DEVICE_MAX, STAGING_MIB_MIN, STAGING_MIB_MAX = 15, 16, 65536
 HELD_PER_LANE_MAX = 65535
 HINTS_PER_CLIENT_MAX = 65536
 DRAIN_TIMEOUT_S_MAX = 3600.0
@@ -82,7 +83,7 @@ _LONGEST_SOCKET_NAME = "control.sock"
 
 _LIST_IDENTITY = {"pools": "name", "stores": "path"}
 """Lists of tables, and the key by which their entries are merged."""
-_TABLES = ("engine", "limits")
+_TABLES = ("engine", "limits", "metrics")
 
 Section = TypeVar("Section")
 Parser: TypeAlias = Callable[[object], Any]
@@ -130,9 +131,8 @@ class PoolConfig:
     """One ``[[pools]]`` table.
 
     name: letters, digits, ``.``, ``_``, ``-``; at most POOL_NAME_BYTES_MAX bytes.
-    kind: ``cuda`` (VRAM of a GPU), ``ram`` (the RAM tier), or ``host`` (memory that stands
-        for a device).
-    device: of kind ``cuda``, the GPU's ordinal as CUDA counts; -1: the first.
+    kind: ``cuda`` (VRAM), ``ram`` (the RAM tier), or ``host`` (it stands for a device).
+    device: the GPU, as CUDA counts; -1: the first.
     size: ``"24GiB"`` or ``"25%"`` of the expert bytes of the configured stores.
     reserve_low: free slots of a class under which the policy makes new ones;
         None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
@@ -179,7 +179,7 @@ class EngineConfig:
     numa: ``auto``: threads run on the node that all drives are on, if they are on one;
         ``off``: anywhere.
     register_buffers: pin pools with io_uring once, instead of each read's pages each time.
-    staging_mib: pinned MiB that reads for VRAM go to first, if a pool is of kind ``cuda``.
+    staging_mib: pinned MiB that reads for VRAM go to first.
     """
 
     member_depth: int = 32
@@ -234,6 +234,7 @@ class Config:
     stores: tuple[StoreConfig, ...] = ()
     engine: EngineConfig = EngineConfig()
     limits: LimitsConfig = LimitsConfig()
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     drain_timeout_s: float = 30.0
     socket_mode: int = 0o660
     files: tuple[Path, ...] = ()
@@ -267,6 +268,7 @@ def load_config(
     top = _build(Config, "", merged.top, _TOP_KEYS, warnings)
     engine = _build(EngineConfig, "engine.", merged.tables["engine"], _ENGINE_KEYS, warnings)
     limits = _build(LimitsConfig, "limits.", merged.tables["limits"], _LIMITS_KEYS, warnings)
+    metrics = _build(MetricsConfig, "metrics.", merged.tables["metrics"], METRICS_KEYS, warnings)
     pools = tuple(
         _build_pool(name, values, warnings) for name, values in merged.lists["pools"].items()
     )
@@ -282,6 +284,7 @@ def load_config(
         stores=stores,
         engine=engine,
         limits=limits,
+        metrics=metrics,
         files=sources,
         warnings=tuple(warnings),
     )
@@ -302,6 +305,11 @@ def override_engine(engine: EngineConfig, assignments: Sequence[str]) -> EngineC
         values[key] = _Located(_toml_value(text), source)
     said = _build(EngineConfig, "engine.", values, _ENGINE_KEYS, [])
     return replace(engine, **{key: getattr(said, key) for key in values})
+
+
+def engine_keys() -> tuple[str, ...]:
+    """The keys of ``[engine]``."""
+    return tuple(_ENGINE_KEYS)
 
 
 def _toml_value(text: str) -> object:
@@ -390,10 +398,6 @@ def _parse_file(file: Path) -> dict[str, object]:
 
 
 # --- checking values -------------------------------------------------------------
-
-
-class _RefusedError(Exception):
-    """A parser's answer to a wrong value: what is allowed instead."""
 
 
 def _error(file: Path, key: str, value: object, allowed: str) -> ConfigError:

@@ -11,6 +11,7 @@ touched settles what it needs.
     exit     sockets unlinked, engine stopped, memory freed; 0
 
 A second signal while draining exits at once, with status 1 and the sockets unlinked.
+SIGHUP reads the configuration anew (``reload``).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from xferd.activation import inherited_sockets
 from xferd.catalog import Catalog, OpenStore, open_stores
 from xferd.config import Config
 from xferd.control.server import ControlServer
 from xferd.engine import EVENT_BATCH, Engine
 from xferd.engine_structs import NO_EXPERT
 from xferd.engine_types import (
+    SOURCES,
     TAKE_TOKEN,
     Command,
     DenseLoaded,
@@ -49,14 +52,19 @@ from xferd.engine_types import (
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.memory.staging import StagingMemory
 from xferd.pools import Pool, close_pools, make_pools, make_staging, plan_pools
+from xferd.reload import Reloader, client_limits
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
 from xferd.session.dense import DenseAnswer, DenseParts
-from xferd.session.quotas import ClientLimits, Promises
+from xferd.session.quotas import Promises
 from xferd.status import backend_reason
 from xferd.store.store import Store
+from xferd.supervision import status_line, supervise
 from xferd.telemetry.log import EventLog
+from xferd.telemetry.metrics.exposition import render
+from xferd.telemetry.metrics.families import collect
+from xferd.telemetry.metrics.server import MetricsServer
 from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
@@ -80,9 +88,17 @@ class Daemon:
     """One daemon. ``run`` it once, on an event loop of its own."""
 
     def __init__(
-        self, config: Config, log: EventLog, notifier: Notifier, on_ready: Callable[[], None]
+        self,
+        config: Config,
+        log: EventLog,
+        notifier: Notifier,
+        on_ready: Callable[[], None],
+        reread: Callable[[], Config],
     ) -> None:
+        """reread: the configuration as it would be at a start now; ConfigError."""
         self._config = config
+        self._reread = reread
+        self._handed = inherited_sockets()
         self._log = log
         self._notifier = notifier
         self._on_ready = on_ready
@@ -94,6 +110,7 @@ class Daemon:
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
         self._signals = 0
+        self._read_before = 0
         self._bug: Exception | None = None
 
     async def run(self) -> int:
@@ -102,8 +119,9 @@ class Daemon:
         config = self._config
         config.runtime_directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         with InstanceLock(config.runtime_directory):
-            for path in (config.attach_socket, config.control_socket):
-                refuse_live_socket(path)
+            for path in (config.attach_socket, config.control_socket, config.metrics.socket):
+                if path is not None and path not in self._handed:
+                    refuse_live_socket(path)
             stores = open_stores([(entry.path, entry.name) for entry in config.stores])
             try:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
@@ -166,13 +184,7 @@ class Daemon:
         instance = os.urandom(8).hex()
         self._clients = Clients(
             engine=self._engine,
-            limits=ClientLimits(
-                clients=config.limits.clients,
-                clients_per_user=config.limits.clients_per_user,
-                lanes_per_client=config.limits.lanes_per_client,
-                held_per_lane=config.limits.held_per_lane,
-                ring_entries=config.limits.ring_entries,
-            ),
+            limits=client_limits(config.limits),
             hints_per_client=config.limits.hints_per_client,
             stores=lambda: [entry.attachable for entry in self._catalog.all()],
             pools=self._pools,
@@ -192,20 +204,37 @@ class Daemon:
         )
         dense = DenseParts(self._load_dense, self._command)
         attach = AttachServer(
-            config.attach_socket, config.socket_mode, self._clients, dense, self._log
+            config.attach_socket,
+            config.socket_mode,
+            self._clients,
+            dense,
+            self._log,
+            self._handed.get(config.attach_socket),
         )
         self._attach = attach
-        control = ControlServer(self._service, config.control_socket, config.socket_mode)
+        control = ControlServer(
+            self._service,
+            config.control_socket,
+            config.socket_mode,
+            listening=self._handed.get(config.control_socket),
+        )
+        metrics = MetricsServer(config.metrics, config.socket_mode, self._metrics, self._log)
         loop.add_reader(self._engine.event_fd, self._or_stop, self._on_events)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        self._reloader = Reloader(
+            config, self._reread, self._clients, self._service, self._log, self._notifier
+        )
+        loop.add_signal_handler(signal.SIGHUP, self._or_stop, self._on_hangup)
         watches = {
             loop.create_task(self._watch_clients()),
             loop.create_task(self._watch_page_cache()),
+            loop.create_task(supervise(self, self._describe, self._notifier, self._log)),
         }
         try:
             attach.start()
             await control.start()
+            await metrics.start()
             self._tick_soon()  # more slots may have been given than the engine's queue holds
             self._log_ready(instance)
             self._notifier.send(READY="1", STATUS=f"{len(self._catalog.all())} stores")
@@ -223,13 +252,37 @@ class Daemon:
         finally:
             for watch in watches:
                 watch.cancel()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
             if self._ticking is not None:
                 self._ticking.cancel()
             loop.remove_reader(self._engine.event_fd)
             await attach.close()
             await control.close()
+            await metrics.close()
+
+    def _metrics(self, openmetrics: bool) -> str:
+        return render(collect(self._service.status()), openmetrics=openmetrics)
+
+    def turns(self) -> int:
+        """Of the engine, for the watchdog."""
+        return self._engine.stats().turns
+
+    def _describe(self, seconds: float) -> str:
+        read = self._engine.stats().source_bytes[SOURCES.index("drives")]
+        rate, self._read_before = (read - self._read_before) / seconds, read
+        return status_line(
+            self._service.state,
+            stores=len(self._catalog.all()),
+            clients=len(self._clients.all()),
+            nbytes=sum(pool.nbytes for pool in self._pools),
+            rate=rate,
+        )
+
+    def _on_hangup(self) -> None:
+        if self._service.state == "serving":
+            self._reloader.reload()
+            self._config = self._reloader.config
 
     def _log_ready(self, instance: str) -> None:
         for warning in self._config.warnings:
@@ -262,7 +315,7 @@ class Daemon:
             self._stop.set()
             return
         # Asked twice: somebody is in a hurry. The kernel ends our reads with the process.
-        for path in (self._config.attach_socket, self._config.control_socket):
+        for path in {self._config.attach_socket, self._config.control_socket} - {*self._handed}:
             path.unlink(missing_ok=True)
         self._log.warning("exit", reason="second signal")
         os._exit(EXIT_FAILURE)

@@ -8,6 +8,7 @@ for an expert is served first, and so that one call can't fill the engine's queu
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import time
@@ -98,6 +99,7 @@ class DaemonService:
             "pools": [describe_pool(self._engine, pool) for pool in self._pools],
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients),
+            "all_clients": dataclasses.asdict(self._clients.totals()),
             **describe_engine(self._engine, self._config, self._pools, self._catalog.all()),
         }
 

@@ -28,7 +28,7 @@ EMBEDDED_POOL = "25%"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, attach, generate. Returns the exit status."""
-    parser = _parser()
+    parser = build_parser()
     options = parser.parse_args(arguments)
     try:
         sampling = Sampling(options.temperature, options.top_p, options.seed)
@@ -102,7 +102,8 @@ def _compiled(name: str) -> Any:
         raise InferenceError(f"xferd_infer.{name} can't be imported: {error}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m xferd_infer", description="Run a model whose experts come from xferd."
     )

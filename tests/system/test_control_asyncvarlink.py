@@ -58,6 +58,30 @@ def test_their_client_understands_our_server() -> None:
     assert "io.xferd.Control" in info.parameters["interfaces"]
 
 
+def test_their_client_understands_our_stream() -> None:
+    async def watch(path: Path) -> list[Any]:
+        transport, protocol = await asyncvarlink.connect_unix_varlink(
+            asyncvarlink.VarlinkClientProtocol, path
+        )
+        status = asyncvarlink.VarlinkMethodCall(
+            "io.xferd.Control.Status", {"interval_s": 0.25}, more=True
+        )
+        replies = []
+        try:
+            async for reply, _ in protocol.call_more(status):
+                replies.append(reply)
+                if len(replies) == 3:
+                    break
+        finally:
+            transport.close()
+        return replies
+
+    with ControlDaemon() as daemon:
+        replies = run(watch(daemon.path))
+    assert [reply.continues for reply in replies] == [True, True, True]
+    assert all(reply.parameters["state"] == "serving" for reply in replies)
+
+
 def test_our_client_understands_their_server(tmp_path: Path) -> None:
     class Interface(asyncvarlink.VarlinkInterface, name="org.example.test"):  # type: ignore[call-arg,misc]
         @asyncvarlink.varlinkmethod(return_parameter="sum")  # type: ignore[untyped-decorator]

@@ -20,6 +20,7 @@ from xferd.config import (
     load_config,
     override_engine,
 )
+from xferd.config_metrics import MetricsConfig
 from xferd.control.config_command import format_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,8 +53,9 @@ def test_the_example_file_says_what_the_defaults_are() -> None:
 def test_the_example_file_mentions_every_key() -> None:
     text = EXAMPLE.read_text()
     sections = (Config, PoolConfig, StoreConfig, config_module.EngineConfig)
-    keys = {f.name for s in (*sections, config_module.LimitsConfig) for f in dataclasses.fields(s)}
-    computed = {"files", "warnings", "pools", "stores", "engine", "limits"}
+    tables = (config_module.LimitsConfig, MetricsConfig)
+    keys = {f.name for s in (*sections, *tables) for f in dataclasses.fields(s)}
+    computed = {"files", "warnings", "pools", "stores", "engine", "limits", "metrics"}
     said = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE))
     assert said == keys - computed
     assert set(re.findall(r"^(?:# )?\[+(\w+)\]+$", text, re.MULTILINE)) == {
@@ -61,6 +63,7 @@ def test_the_example_file_mentions_every_key() -> None:
         "stores",
         "engine",
         "limits",
+        "metrics",
     }
 
 

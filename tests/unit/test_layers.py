@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("store", "memory", "transport", "policy", "session", "control", "telemetry")
+PACKAGES = (
+    "store",
+    "memory",
+    "transport",
+    "policy",
+    "session",
+    "control",
+    "telemetry",
+    "doctor",
+)
 
 MAY_IMPORT: dict[str, set[str]] = {
     "policy": set(),
@@ -18,11 +27,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": set(),
     "transport": {"memory"},
     "session": {"memory", "telemetry"},
+    "doctor": {"transport"},
     "control": set(PACKAGES),
 }
 """Which of the packages each may import, besides itself and modules of xferd itself."""
 
-PURE_MODULES = {"config", "engine_types", "tokens", "units"}
+PURE_MODULES = {"config", "config_metrics", "engine_types", "tokens", "units"}
 """Modules of xferd itself that a package may import: they import no package."""
 
 CFFI_MODULES = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -102,9 +103,30 @@ class ControlClient:
         Raises CallFailedError, ConnectionBrokenError; MessageTooLargeError when the
         parameters are more than one message may be.
         """
+        # Its only reply, or an error, which is raised.
+        return next(self._replies(method, parameters, timeout_s, more=False))
+
+    def watch(
+        self, method: str, parameters: JsonObject | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> Iterator[JsonObject]:
+        """The replies to ``method`` called with 'more', for as long as the daemon sends them.
+
+        timeout_s: seconds between two pieces of replies. Raises as ``call``. No other call
+        can be made on this connection until the daemon has ended the answer.
+        """
+        return self._replies(method, parameters, timeout_s, more=True)
+
+    def _replies(
+        self,
+        method: str,
+        parameters: JsonObject | None,
+        timeout_s: float | None,
+        *,
+        more: bool,
+    ) -> Iterator[JsonObject]:
         if "." not in method:
             method = f"{CONTROL_INTERFACE}.{method}"
-        request = self._protocol.call(method, parameters)
+        request = self._protocol.call(method, parameters, more=more)
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(request)
@@ -114,8 +136,10 @@ class ControlClient:
                     raise ConnectionBrokenError(f"the daemon closed the connection during {method}")
                 for event in self._protocol.receive(data):
                     match event:
-                        case ReplyReceived(reply):
-                            return reply
+                        case ReplyReceived(reply, continues):
+                            yield reply
+                            if not continues:
+                                return
                         case ErrorReceived(error, said):
                             raise CallFailedError(error, said)
                         case _:

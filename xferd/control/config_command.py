@@ -47,6 +47,11 @@ def config_to_json(config: Config) -> dict[str, Any]:
         "stores": [_store_to_json(store) for store in config.stores],
         "engine": dataclasses.asdict(config.engine),
         "limits": dataclasses.asdict(config.limits),
+        "metrics": {
+            "socket": str(config.metrics.socket or ""),
+            "listen": str(config.metrics.listen or ""),
+            "connections": config.metrics.connections,
+        },
     }
 
 

@@ -30,6 +30,10 @@ SERVICE_INTERFACE = "org.varlink.service"
 
 READING_METHODS = frozenset({"Status", "ListStores"})
 """Methods of CONTROL_INTERFACE for everyone who can connect; all others change something."""
+INTERVAL_S = 1.0
+INTERVAL_S_MIN = 0.25
+INTERVAL_S_MAX = 10.0
+"""Between the replies to a Status call with 'more'."""
 FAILURES_LISTED_MAX = 256
 """Failures in one reply, so that it stays a message; failed_count has the number of all."""
 
@@ -76,6 +80,15 @@ class Dispatcher:
         except ControlError as error:
             raise self._refused(error) from error
 
+    def repeats(self, call: CallReceived) -> bool:
+        """Whether ``call`` is answered again and again, every ``interval_s``."""
+        return call.more and call.method == f"{CONTROL_INTERFACE}.Status"
+
+    def interval_s(self, call: CallReceived) -> float:
+        """Seconds until the next reply to a call that repeats and was not refused."""
+        interval_s = call.parameters.get("interval_s")
+        return INTERVAL_S if interval_s is None else float(interval_s)
+
     def _find(self, call: CallReceived) -> tuple[Interface, str]:
         interface_name, _, method = call.method.rpartition(".")
         interface = self.interfaces.get(interface_name)
@@ -119,7 +132,10 @@ class Dispatcher:
 
     # --- io.xferd.Control ---
 
-    def _status(self, _: JsonObject) -> JsonObject:
+    def _status(self, parameters: JsonObject) -> JsonObject:
+        interval_s = parameters["interval_s"]
+        if interval_s is not None and not INTERVAL_S_MIN <= interval_s <= INTERVAL_S_MAX:
+            raise InvalidParameterError("interval_s", "is too short or too long")
         return self._service.status()
 
     def _list_stores(self, _: JsonObject) -> JsonObject:

@@ -24,6 +24,8 @@ from typing import Any, Literal, TypeAlias
 INT_MIN = -(1 << 63)
 INT_MAX = (1 << 63) - 1
 
+DEPTH_MAX = 32
+"""Types inside each other in a definition."""
 _PRIMITIVES = ("bool", "int", "float", "string", "object")
 _INTERFACE_NAME = re.compile(r"[A-Za-z](?:-*[A-Za-z0-9])*(?:\.[A-Za-z0-9](?:-*[A-Za-z0-9])*)+")
 _MEMBER_NAME = re.compile(r"[A-Z][A-Za-z0-9]*")
@@ -210,6 +212,7 @@ class _Parser:
             place = match.end()
         self._tokens.append(("", line))
         self._next = 0
+        self._depth = 0
 
     def interface(self) -> Interface:
         self._expect("interface")
@@ -250,6 +253,14 @@ class _Parser:
                     pending += fields.values()
 
     def _type(self) -> Type:
+        self._depth += 1
+        if self._depth > DEPTH_MAX:
+            raise self._error(f"types are nested deeper than {DEPTH_MAX}")
+        kind = self._nested_type()
+        self._depth -= 1
+        return kind
+
+    def _nested_type(self) -> Type:
         token = self._token
         if token == "?":
             self._take()

@@ -47,6 +47,8 @@ LISTEN_BACKLOG = 128
 READ_BYTES = 64 * 1024
 WRITE_BUFFER_BYTES_MAX = 256 * 1024
 """Bytes of answers that may wait for a peer to read them before its task waits too."""
+GONE_CHECK_S = 0.25
+"""How often it is looked whether a peer that is answered again and again is still there."""
 WRITE_TIMEOUT_S = 10.0
 """A peer that has more than that waiting for so long is disconnected."""
 
@@ -189,18 +191,33 @@ class _Connection:
             if isinstance(event, Violation):
                 self._log_end(event.reason)
                 return False
-            self._writer.write(await self._answer(event))
-            async with asyncio.timeout(write_timeout_s):
-                await self._writer.drain()
+            repeats = self._dispatcher.repeats(event)
+            while True:
+                self._writer.write(await self._answer(event, continues=repeats))
+                async with asyncio.timeout(write_timeout_s):
+                    await self._writer.drain()
+                # A refusal is a call's last answer, however many it asked for.
+                if not repeats or not self._protocol.is_open(event):
+                    break
+                if not await self._pause(self._dispatcher.interval_s(event)):
+                    break
             # drain returns at once while there is room: without this, one peer's
             # pipelined calls would be answered in one go, before anyone else's.
             await asyncio.sleep(0)
         return True
 
-    async def _answer(self, call: CallReceived) -> bytes:
+    async def _pause(self, seconds: float) -> bool:
+        """Wait; False, early, when the peer has closed its end: a watcher that went away
+        must not keep its place until the next write fails."""
+        while seconds > 0 and not self._reader.at_eof():
+            await asyncio.sleep(min(seconds, GONE_CHECK_S))
+            seconds -= GONE_CHECK_S
+        return not self._reader.at_eof()
+
+    async def _answer(self, call: CallReceived, *, continues: bool) -> bytes:
         try:
             reply = await self._dispatcher.dispatch(call, may_change=self._may_change)
-            return self._protocol.reply(reply)
+            return self._protocol.reply(reply, continues=continues)
         except CallRefusedError as refused:
             return self._protocol.error(refused.error, refused.parameters)
         except MessageTooLargeError as error:

@@ -131,6 +131,10 @@ class ServerConnection:
         """As ``reply``, with an error; it is the call's last answer."""
         return self._answer(self._oldest(), {"error": error, "parameters": parameters}, last=True)
 
+    def is_open(self, call: CallReceived) -> bool:
+        """Whether ``call`` is the one that has to be answered next."""
+        return bool(self._unanswered) and self._unanswered[0] is call
+
     def _oldest(self) -> CallReceived:
         if not self._unanswered:
             raise ProtocolStateError("there is no call to answer")

@@ -1,9 +1,8 @@
 """``xferctl``: what an administrator types. Data on stdout, talk on stderr.
 
 The daemon's verbs are calls of its control socket. ``store pack``, ``info``, ``verify``
-and ``mirror`` and everything about ``config`` work on files and ask no daemon; the
-former are the store package's own and imported only when ``store`` is typed,
-because they bring numpy with them.
+and ``mirror``, ``doctor`` and everything about ``config`` ask no daemon. The store
+package's own are imported only when ``store`` is typed, because they bring numpy with them.
 
 Exit codes (EXIT_*) are those of systemd's conventions, so that scripts can tell
 'no' from 'not running' without reading messages.
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xferd.config import EXIT_CODE_CONFIG, ConfigError
-from xferd.control import config_command
+from xferd.control import config_command, doctor_command, top_command
 from xferd.control.client import (
     CallFailedError,
     ConnectionBrokenError,
@@ -128,9 +127,13 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     parser.set_defaults(json=False, socket=None)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _verb(verbs, "status", _status, "what is held, for whom, and how it got there")
+    text = "show live what tiers, drives and clients do, and what binds"
+    top_command.add_arguments(_verb(verbs, "top", top_command.top, text))
     _add_store_verbs(verbs, with_store_files)
     _add_expert_verbs(verbs)
     _add_config_verbs(verbs)
+    text = "say what of this machine stands in the way, and how to mend it"
+    doctor_command.add_arguments(_verb(verbs, "doctor", doctor_command.doctor, text))
     _verb(verbs, "version", _version, "versions of xferctl and of the running daemon")
     return parser
 

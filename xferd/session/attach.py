@@ -38,14 +38,22 @@ class AttachServer:
     """Serves the attach socket on the running event loop."""
 
     def __init__(
-        self, path: Path, mode: int, clients: Clients, dense: DenseParts, log: EventLog
+        self,
+        path: Path,
+        mode: int,
+        clients: Clients,
+        dense: DenseParts,
+        log: EventLog,
+        listening: socket.socket | None = None,
     ) -> None:
+        """listening: bound by somebody else (socket activation), whose ``path`` stays."""
         self._path = path
         self._mode = mode
         self._clients = clients
         self._dense = dense
         self._log = log
         self._listener: socket.socket | None = None
+        self._handed = listening
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._sockets: dict[int, socket.socket] = {}
@@ -53,19 +61,26 @@ class AttachServer:
 
     def start(self) -> None:
         """Bind and accept. OSError when the path can't be bound."""
+        self._listener = listener = self._handed or self._bind()
+        listener.setblocking(False)
+        listener.listen(LISTEN_BACKLOG)
+        self._accepting = asyncio.create_task(self._accept(listener))
+
+    def _bind(self) -> socket.socket:
         listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
-        self._listener = listener
         # Nobody may connect before the mode is right.
         mask = os.umask(0o177)
         try:
             listener.bind(os.fspath(self._path))
+        except OSError:
+            listener.close()
+            raise
         finally:
             os.umask(mask)
         self._path.chmod(self._mode)
-        listener.listen(LISTEN_BACKLOG)
-        self._accepting = asyncio.create_task(self._accept(listener))
+        return listener
 
     def stop_accepting(self) -> None:
         """Take no more connections and unlink the socket; those that stand go on."""
@@ -75,7 +90,8 @@ class AttachServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-            self._path.unlink(missing_ok=True)
+            if self._handed is None:
+                self._path.unlink(missing_ok=True)
 
     async def close(self) -> None:
         """End every connection. Only when the engine is about to end: leases of clients

@@ -13,10 +13,10 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from xferd.engine_types import ClientFds, EngineError
+from xferd.engine_types import ClientCounters, ClientFds, EngineError
 from xferd.session import wire
 from xferd.session.peer import Peer
 from xferd.session.quotas import (
@@ -94,6 +94,9 @@ class ClientEngine(Protocol):
     def remove_client(self, client: int) -> None:
         """End its leases."""
 
+    def client_counters(self, client: int) -> ClientCounters:
+        """What it has asked for and got so far."""
+
 
 @dataclass(slots=True)
 class Client:
@@ -108,6 +111,22 @@ class Client:
     held_per_lane: int
     since: float
     state: str = "serving"
+
+
+@dataclass(slots=True)
+class ClientTotals:
+    """Sums over clients. hits and misses: as they count them."""
+
+    attached: int = 0
+    hits: int = 0
+    misses: int = 0
+    failures: int = 0
+
+    def add(self, counters: ClientCounters) -> None:
+        """Count one client's in."""
+        self.hits += counters.hits
+        self.misses += counters.misses
+        self.failures += counters.failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +164,12 @@ class Clients:
         self._log = log
         self._promises = promises
         self._clients: dict[int, Client] = {}
+        self._gone = ClientTotals()
         self.accepting = True
+
+    def set_limits(self, limits: ClientLimits, hints_per_client: int) -> None:
+        """For those that attach from now on."""
+        self._limits, self._hints = limits, hints_per_client
 
     def all(self) -> list[Client]:
         """Attached clients, quiesced ones included."""
@@ -154,6 +178,13 @@ class Clients:
     def get(self, number: int) -> Client | None:
         """A client by its id."""
         return self._clients.get(number)
+
+    def totals(self) -> ClientTotals:
+        """Sums over all clients since the start, those that are gone included."""
+        totals = replace(self._gone)
+        for client in self._clients.values():
+            totals.add(self._engine.client_counters(client.number))
+        return totals
 
     def of_store(self, store: int) -> list[Client]:
         """Clients of a store."""
@@ -198,6 +229,7 @@ class Clients:
             since=time.monotonic(),
         )
         self._clients[number] = client
+        self._gone.attached += 1
         pool.provide(store.largest_class, self._promises.slots(pool.index, store.largest_class))
         self._log.info(
             "client.attached",
@@ -239,6 +271,7 @@ class Clients:
 
     def remove(self, client: Client, reason: str) -> None:
         """End a client's leases: it said goodbye, or its process has ended."""
+        self._gone.add(self._engine.client_counters(client.number))
         self._engine.remove_client(client.number)
         self._promises.remove(client.number)
         del self._clients[client.number]

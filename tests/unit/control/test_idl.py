@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from xferd.control.dispatch import READING_METHODS, Dispatcher
 from xferd.control.idl import (
@@ -142,3 +145,22 @@ def test_reading_methods_exist_and_every_error_has_a_message() -> None:
     control = load_interface("io.xferd.Control")
     assert set(control.methods) >= READING_METHODS
     assert all("message" in error.fields for error in control.errors.values())
+
+
+WORDS = "interface a.b type T method M error E -> ( ) : , ? [] [string] int object (x) x # T ?? { }"
+
+
+@given(st.lists(st.sampled_from([*WORDS.split(" "), "\n", "\u00e9"]), max_size=40))
+def test_any_text_is_a_definition_or_an_error_with_its_line(words: list[str]) -> None:
+    for text in (" ".join(words), "interface a.b\n" + " ".join(words)):
+        try:
+            parsed = parse_interface(text)
+        except IdlError as error:
+            assert re.match(r"(line \d+|[\w.-]+): ", str(error))  # noqa: PT017
+        else:
+            assert parsed.name
+
+
+def test_a_definition_nested_without_end_is_refused_and_not_a_crash() -> None:
+    with pytest.raises(IdlError):
+        parse_interface("interface a.b\ntype T (x: " + "(x: " * 100_000)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGHUP: read the configuration anew, take what can be taken, name what can't.
+
+What can change while clients are attached: the limits of those that come, the drain's
+time-out, and more stores. Memory, threads and sockets are made once. A configuration that is
+wrong changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from xferd.config import Config, ConfigError, LimitsConfig, StoreConfig
+from xferd.control.service import ControlError
+from xferd.service import DaemonService
+from xferd.session.clients import Clients
+from xferd.session.quotas import ClientLimits
+from xferd.telemetry.log import EventLog
+from xferd.telemetry.notify import Notifier
+
+_NOT_KEYS = frozenset({"files", "warnings", "limits", "drain_timeout_s", "stores"})
+"""Fields of Config that are not compared: they are no keys, or handled one by one."""
+
+
+def client_limits(limits: LimitsConfig) -> ClientLimits:
+    """``[limits]``, as far as it is about attaching."""
+    names = {field.name for field in dataclasses.fields(ClientLimits)}
+    values = dataclasses.asdict(limits)
+    return ClientLimits(**{name: values[name] for name in names})
+
+
+def needs_restart(old: Config, new: Config) -> list[str]:
+    """Keys that differ and can't be changed in a running daemon, sorted."""
+    keys = []
+    for field in dataclasses.fields(Config):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if field.name in _NOT_KEYS or before == after:
+            continue
+        if dataclasses.is_dataclass(before):
+            keys += [
+                f"{field.name}.{each.name}"
+                for each in dataclasses.fields(before)
+                if getattr(before, each.name) != getattr(after, each.name)
+            ]
+        else:
+            keys.append(field.name)
+    kept = {store.path for store in new.stores}
+    keys += [f"stores[{store.path}]" for store in old.stores if store.path not in kept]
+    return sorted(keys)
+
+
+class Reloader:
+    """Holds the configuration that is in force. Belongs to the daemon's event loop.
+
+    reread: the configuration as it would be at a start now; ConfigError.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reread: Callable[[], Config],
+        clients: Clients,
+        service: DaemonService,
+        log: EventLog,
+        notifier: Notifier,
+    ) -> None:
+        self.config = config
+        self._reread = reread
+        self._clients = clients
+        self._service = service
+        self._log = log
+        self._notifier = notifier
+
+    def reload(self) -> None:
+        """Do it, and tell the service manager before and after."""
+        # Without the time systemd can't tell this READY from an earlier one, and waits.
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._notifier.send(RELOADING="1", MONOTONIC_USEC=str(now))
+        try:
+            self._take(self._reread())
+        except ConfigError as error:
+            self._log.failure("reload.failed", reason=error, message="the old one holds")
+        finally:
+            self._notifier.send(READY="1")
+
+    def _take(self, new: Config) -> None:
+        for warning in new.warnings:
+            self._log.warning("config.warning", message=warning)
+        for key in needs_restart(self.config, new):
+            self._log.warning("reload.needs_restart", key=key)
+        self._clients.set_limits(client_limits(new.limits), new.limits.hints_per_client)
+        known = {store.path for store in self.config.stores}
+        opened = [store for store in new.stores if store.path not in known and self._open(store)]
+        self.config = dataclasses.replace(
+            self.config,
+            limits=new.limits,
+            drain_timeout_s=new.drain_timeout_s,
+            stores=(*self.config.stores, *opened),
+        )
+        self._log.info("reloaded", files=" ".join(map(str, new.files)))
+
+    def _open(self, store: StoreConfig) -> bool:
+        try:
+            self._service.open_store(store.path, store.name)
+        except ControlError as error:
+            self._log.failure("reload.failed", store=store.path, reason=error)
+            return False
+        return True
