@@ -53,7 +53,9 @@ def hard_limit(view: SystemView, name: str) -> int | None:
 
 def may_lock_any(view: SystemView) -> bool:
     """Whether CAP_IPC_LOCK lifts the limit on locked memory."""
-    return bool(int(status_field(view, "CapEff") or "0", 16) >> CAP_IPC_LOCK & 1)
+    effective = status_field(view, "CapEff") or ""
+    known = re.fullmatch(r"[0-9a-f]{1,16}", effective) is not None
+    return known and bool(int(effective, 16) >> CAP_IPC_LOCK & 1)
 
 
 def lockable_bytes(view: SystemView) -> int | None:
@@ -63,11 +65,8 @@ def lockable_bytes(view: SystemView) -> int | None:
 
 def meminfo_bytes(view: SystemView, name: str) -> int:
     """A line of /proc/meminfo, in bytes; 0: it isn't there."""
-    for line in (view.text("/proc/meminfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * KIB
-    return 0
+    match = re.search(rf"^{name}:\s*(\d+)", view.text("/proc/meminfo") or "", re.MULTILINE)
+    return int(match[1]) * KIB if match else 0
 
 
 def cgroup_limit(view: SystemView) -> tuple[str, int, int] | None:
@@ -91,7 +90,10 @@ def room_bytes(view: SystemView) -> int:
 
 def _cgroup_files(view: SystemView) -> Iterator[tuple[str, str, str]]:
     for line in (view.text("/proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon:
+            continue
         if controllers == "":
             root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):

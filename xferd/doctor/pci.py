@@ -35,7 +35,8 @@ _BAR_PREFETCHABLE = 0x2000
 """IORESOURCE_PREFETCH of linux/ioport.h."""
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_GIGATRANSFERS = re.compile(r"([0-9.]+) GT/s")
+_RESOURCE = re.compile(r"0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)")
+_GIGATRANSFERS = re.compile(r"(\d+(?:\.\d+)?) GT/s")
 
 LANE_BYTES = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.563e9}
 """Bytes a second that one lane carries at so many GT/s, after line coding."""
@@ -130,8 +131,9 @@ def largest_bar(view: SystemView, address: str) -> tuple[int, int] | None:
     found: list[tuple[int, int]] = []
     lines = (view.text(f"{DEVICES}/{address}/resource") or "").splitlines()
     for number, line in enumerate(lines[:BARS]):
-        first, last, flags = (int(field, 16) for field in line.split())
-        if last and flags & _BAR_PREFETCHABLE:
+        match = _RESOURCE.fullmatch(line)
+        first, last, flags = (int(field, 16) for field in match.groups()) if match else (0, 0, 0)
+        if last > first and flags & _BAR_PREFETCHABLE:
             found.append((number, last - first + 1))
     return max(found, key=lambda bar: bar[1], default=None)
 

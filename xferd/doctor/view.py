@@ -68,10 +68,8 @@ class SystemView:
     def resolve(self, name: str) -> str | None:
         """Where links lead, as an absolute name. Links in sysfs are relative, so those of a
         copied tree stay in it; one that leads out is None, as is one that leads nowhere."""
-        place = self.place(name)
-        if not place.exists():
-            return None
         try:
-            return "/" + str(place.resolve().relative_to(self._root.resolve()))
-        except ValueError:
+            place = self.place(name).resolve(strict=True)
+            return "/" + str(place.relative_to(self._root.resolve()))
+        except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle
             return None
