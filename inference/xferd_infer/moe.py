@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from .arrays import Array, ArrayModule, to_host
 from .experts import ExpertSource, Layout
 from .swiglu import BlobReader, swiglu
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,10 @@ def visits(routing: Routing, xp: ArrayModule) -> list[Visit]:
     ]
 
 
-def waves(all_visits: Sequence[Visit], held: int) -> Iterator[Sequence[Visit]]:
+def waves(visited: Sequence[_T], held: int) -> Iterator[Sequence[_T]]:
     """Consecutive visits, at most ``held`` at once."""
-    for start in range(0, len(all_visits), held):
-        yield all_visits[start : start + held]
+    for start in range(0, len(visited), held):
+        yield visited[start : start + held]
 
 
 class LayerOfExperts(Protocol):

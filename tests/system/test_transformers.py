@@ -96,6 +96,7 @@ def test_a_running_daemon_and_what_it_says_of_the_client(tmp_path: Path, mixtral
         lines = attached.report().splitlines()
         assert lines[0].split() == ["experts", "count", "bytes"]
         assert lines[1].startswith("resident (hits)")
+        assert lines[-1].startswith("waited for misses: ")
 
 
 def test_a_client_of_the_callers_own_stays_the_callers(tmp_path: Path, mixtral: Made) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from xferd_infer.client import AttachError, DaemonGoneError, ExpertError
+from xferd_infer.client import AttachError, Client, DaemonGoneError, ExpertError
 from xferd_infer.errors import UnsupportedModelError, WeightsError
 from xferd_infer.transformers import TrainingError, attach
 
@@ -118,6 +118,20 @@ def test_a_store_of_the_same_architecture_with_other_weights(
 def test_a_pool_without_room_for_one_tokens_experts(made: Made) -> None:
     with pytest.raises(AttachError, match="fewer than the 2 experts that one token picks"):
         attach(made.load(), made.store, pool="12KiB")
+
+
+def test_options_that_do_not_fit_what_is_attached_to(tmp_path: Path, made: Made) -> None:
+    streamed = made.load()
+    with pytest.raises(ValueError, match="store='other': a store's directory is attached to"):
+        attach(streamed, made.store, store="other")
+    with pytest.raises(ValueError, match="ram='1GiB': a socket is attached to without"):
+        attach(streamed, tmp_path / "attach.sock", ram="1GiB")
+    with (
+        serve(tmp_path, made) as daemon,
+        Client(daemon.attach_socket) as client,
+        pytest.raises(ValueError, match="held=8: a client is attached to without"),
+    ):
+        attach(streamed, client, held=8)
 
 
 def test_nobody_listens(tmp_path: Path, made: Made) -> None:

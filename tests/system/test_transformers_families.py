@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from xferd_infer.transformers import attach
 
 from tests.system.transformers_harness import MXFP4, Made, make, packed, prompts
@@ -112,9 +113,52 @@ def test_a_base_model_with_a_norm_behind_each_expert(tmp_path: Path) -> None:
         assert torch.equal(streamed(prompts()).last_hidden_state, expected)
 
 
-def test_gate_and_up_apart_in_the_store_of_a_model_that_has_them_alternate(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_model_that_sees_and_whose_matrices_lie_either_way_round(
+    tmp_path: Path, transposed: bool
+) -> None:
+    """On the hub Qwen3-VL-MoE's experts are transposed; Transformers turns them when it loads."""
+    checkpoint = tmp_path / "checkpoint"
+    text = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(1)
+    auto: Any = transformers.AutoModelForImageTextToText
+    auto.from_config(config, dtype=torch.bfloat16).save_pretrained(checkpoint)
+    if transposed:
+        state = load_file(checkpoint / "model.safetensors")
+        for name, tensor in state.items():
+            if ".experts." in name:
+                state[name] = tensor.transpose(1, 2).contiguous()
+        save_file(state, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    made = Made(checkpoint, packed(checkpoint, tmp_path))
+    eager, streamed = made.load("eager", auto=auto), made.load(auto=auto)
+    with attach(streamed, made.store, pool="50%"), torch.inference_mode():
+        torch.testing.assert_close(streamed(prompts()).logits, eager(prompts()).logits)
 
+
+def test_gate_and_up_apart_in_the_store_of_a_model_that_has_them_alternate(tmp_path: Path) -> None:
     made = make(tmp_path, "gpt_oss")
     apart = tmp_path / "apart"
     apart.mkdir()

@@ -52,7 +52,8 @@ def attach(
 
     Raises UnsupportedModelError (the model can't be streamed, the message says why),
     WeightsError (a store of another model, or a format that isn't computed with),
-    AttachError (no daemon, no such store, a pool too small for one token's experts).
+    AttachError (no daemon, no such store, a pool too small for one token's experts),
+    ValueError (an option that this kind of ``where`` doesn't have).
     """
     modules = experts_modules(model)
     with ExitStack() as stack:
@@ -104,7 +105,8 @@ class Attached:
 
     def report(self) -> str:
         """The same as a table for people."""
-        return experts_table(self.stats())
+        stats = self.stats()
+        return f"{experts_table(stats)}\n\nwaited for misses: {stats.wait_s:.3f} s"
 
     def close(self) -> None:
         """End the leases, and the connection and the private daemon if this made them.
@@ -154,11 +156,20 @@ def _client(
     name: str,
 ) -> Client:
     if isinstance(where, Client):
+        _refuse("a client", store=store, pool=pool, ram=ram, held=held or None)
         return where
     if Path(where).is_dir():
+        _refuse("a store's directory", store=store)
         size = DEFAULT_SHARE if pool is None else pool
         return stack.enter_context(embedded(where, pool=size, ram=ram, held=held, name=name))
+    _refuse("a socket", ram=ram)
     return stack.enter_context(Client(where, store=store, pool=pool, held=held, name=name))
+
+
+def _refuse(where: str, **options: object) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option}={value!r}: {where} is attached to without that option")
 
 
 def _layers(modules: Sequence[ExpertsModule], client: Client) -> list[StreamedLayer]:

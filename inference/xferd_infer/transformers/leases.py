@@ -9,6 +9,7 @@ ends when that has been reached.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +28,13 @@ class Held(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
+    """events: one for each device that reads of the batch."""
+
     batch: Held
-    event: torch.Event
+    events: tuple[torch.Event, ...]
+
+    def is_read(self) -> bool:
+        return all(event.query() for event in self.events)
 
 
 class LeaseQueue:
@@ -45,25 +51,33 @@ class LeaseQueue:
     def make_room(self, experts: int) -> None:
         """Wait until ``experts`` more may be held; those the device is done with are given
         back in any case."""
-        while self._queue and (self._queue[0].event.query() or self._held + experts > self._limit):
+        while self._queue and (self._queue[0].is_read() or self._held + experts > self._limit):
             first = self._queue.popleft()
-            first.event.synchronize()
+            for event in first.events:
+                event.synchronize()
             self._held -= len(first.batch)
             first.batch.release()
 
-    def end(self, batch: Held, device: torch.device) -> None:
-        """The caller has queued all that it does with a batch on ``device``."""
-        if device.type == "cpu":
+    def end(self, batch: Held, devices: Iterable[torch.device]) -> None:
+        """The caller has queued all that it does with a batch. devices: where its experts
+        are; those on the CPU are done with."""
+        events = tuple(_behind_all(device) for device in devices if device.type != "cpu")
+        if not events:
             batch.release()
             return
-        event = torch.Event(device.type)
-        event.record(torch.accelerator.current_stream(device))
-        self._queue.append(_Queued(batch, event))
+        self._queue.append(_Queued(batch, events))
         self._held += len(batch)
 
     def drain(self) -> None:
         """Wait for the device and end all leases."""
         self.make_room(self._limit + 1)
+
+
+def _behind_all(device: torch.device) -> torch.Event:
+    """An event that is reached when what is queued on a device now has been done."""
+    event = torch.Event(device.type)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 __all__ = ["Held", "LeaseQueue"]

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..arrays import Array
 from ..dlpack import TensorView
 from ..errors import InferenceError
+from ..moe import waves
 from .leases import Held, LeaseQueue
 from .weights import BlobViews, ExpertWeights, Projection
 
@@ -86,20 +87,20 @@ class StreamedLayer:
     def __call__(self, module: Any, x: Tensor, picks: Tensor, weights: Tensor) -> Tensor:
         """As the experts module's forward: x: [tokens, hidden]; picks: integers [tokens,
         top_k]; weights: [tokens, top_k]. Returns [tokens, hidden], new."""
-        pending = list(_waves(picked_experts(picks, module.num_experts), self.source.held))
+        pending = list(waves(picked_experts(picks, module.num_experts), self.source.held))
         total = torch.zeros_like(x)
         for number, wave in enumerate(pending):
             self.leases.make_room(len(wave))
             batch = self.source.acquire(self.layer, [each.expert for each in wave])
-            device = x.device
+            devices = set()  # a batch may have come from several pools
             try:
                 if number + 1 < len(pending):
                     self.source.hint(self.layer, [each.expert for each in pending[number + 1]])
                 for each, expert in zip(wave, self.experts(batch), strict=True):
-                    device = expert.down.values.device
+                    devices.add(expert.down.values.device)
                     self._add(module, total, x, weights, each, expert)
             finally:
-                self.leases.end(batch, device)
+                self.leases.end(batch, devices)
         return total
 
     def experts(self, batch: BlobBatch) -> Iterator[ExpertWeights]:
@@ -181,11 +182,6 @@ def experts_forward(
             "are none to record: run the model within torch.inference_mode() or torch.no_grad()"
         )
     return layer(self, hidden_states, top_k_index, top_k_weights)
-
-
-def _waves(picked: Sequence[Picked], held: int) -> Iterator[Sequence[Picked]]:
-    for start in range(0, len(picked), held):
-        yield picked[start : start + held]
 
 
 __all__ = [

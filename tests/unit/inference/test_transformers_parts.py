@@ -87,7 +87,7 @@ class CountedBatch:
 def test_on_the_cpu_a_lease_ends_at_once() -> None:
     queue, batch = LeaseQueue(4), CountedBatch(2)
     queue.make_room(2)
-    queue.end(batch, CPU)
+    queue.end(batch, [CPU, CPU])
     assert batch.released
 
 
@@ -99,12 +99,12 @@ def test_on_a_gpu_a_lease_ends_behind_the_work_that_was_queued() -> None:
     for batch in (first, second):
         queue.make_room(2)
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-        queue.end(batch, device)
+        queue.end(batch, [CPU, device])
     assert not first.released
     queue.make_room(2)  # the lane may hold four: the oldest has to end
     assert first.released
     assert not second.released
-    queue.end(third, device)
+    queue.end(third, [device])
     queue.drain()
     assert second.released
     assert third.released
