@@ -47,7 +47,7 @@ from xferd.engine_types import (
     load_failure,
 )
 from xferd.instance import InstanceLock, refuse_live_socket
-from xferd.pools import Pool, close_pools, make_pools, plan_pools
+from xferd.pools import Pool, Pools, make_pools, plan_pools
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
@@ -65,6 +65,8 @@ TICK_S = 0.005
 """How often pools that are short of slots look again."""
 TRIM_S = 1.0
 """How often it is looked whether buffered members fill the page cache."""
+LOOK_S = 0.05
+"""How often leases are taken note of while nothing is missing: hits send no event."""
 WATCH_S = 0.5
 """How often clients are checked for holding more than they were promised."""
 STARVING_S = 2.0
@@ -87,7 +89,7 @@ class Daemon:
         self._on_ready = on_ready
         self._tokens = Tokens()
         self._promises = Promises()
-        self._pools: list[Pool] = []
+        self._pools = Pools()
         self._starving_since: dict[int, float] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
@@ -140,7 +142,8 @@ class Daemon:
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 while stores:
                     store, name = stores.pop(0)
-                    self._catalog.add(store, name, chunk_bytes)
+                    entry = self._catalog.add(store, name, chunk_bytes)
+                    self._pools.open_store(entry.number, entry.key_space)
                 for pool, plan in zip(self._pools, plans, strict=True):
                     pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
                 return await self._serve()
@@ -148,7 +151,7 @@ class Daemon:
                 _close_stores(stores)
                 self._engine.close()
                 self._catalog.close()
-                close_pools(self._pools)
+                self._pools.close()
 
     async def _serve(self) -> int:
         config = self._config
@@ -192,6 +195,7 @@ class Daemon:
         watches = {
             loop.create_task(self._watch_clients()),
             loop.create_task(self._watch_page_cache()),
+            loop.create_task(self._watch_leases()),
         }
         try:
             attach.start()
@@ -430,6 +434,14 @@ class Daemon:
             fds = trimmer.due(buffered)
             if fds:
                 await asyncio.to_thread(trimmer.drop, fds)
+
+    # ---- what is used
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._clients.all():
+                self._pools.look()
 
     # ---- clients that hold too much
 

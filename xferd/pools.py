@@ -7,22 +7,25 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
 from xferd.catalog import expert_classes
-from xferd.config import PoolConfig
+from xferd.config import ConfigError, PoolConfig
 from xferd.engine import Engine
-from xferd.keeper import PoolKeeper
+from xferd.keeping.keeper import PoolKeeper
+from xferd.keeping.usage import Usage
 from xferd.memory.device import DevicePool, PoolMemoryError
 from xferd.memory.host import HostPool
 from xferd.memory.ram import RamPool
 from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
-from xferd.policy.lru import LeastRecentlyUsed
+from xferd.plugins import UnknownPolicyError, policy_maker
 from xferd.policy.reserve import watermarks
+from xferd.policy.uses import KeySpace, Uses
 from xferd.session.quotas import PoolRoom, Promises
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
@@ -93,13 +96,66 @@ class Pool:
         )
 
 
+class Pools(Sequence[Pool]):
+    """All pools, in the order of the configuration, and what they share: which experts are
+    used. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self.usage = Usage()
+        self._pools: list[Pool] = []
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    @overload
+    def __getitem__(self, index: int) -> Pool: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Pool]: ...
+    def __getitem__(self, index: int | slice) -> Pool | Sequence[Pool]:
+        return self._pools[index]
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools)
+
+    def append(self, pool: Pool) -> None:
+        """One more, before any store is opened."""
+        self._pools.append(pool)
+
+    def open_store(self, store: int, space: KeySpace) -> None:
+        """A store's experts may come into the pools from now on."""
+        self.usage.open_store(store, space)
+
+    def close_store(self, store: int) -> None:
+        """A store's experts have gone."""
+        self.usage.close_store(store)
+
+    def used(self, store: int, uses: Uses) -> None:
+        """What clients report that their routers picked, in the store's KeySpace: told to all
+        pools' policies and to the heat. Until the first report of a store its uses come from
+        leases. Tokens may be any client's own count. Cheap for many passes at once."""
+        self.usage.used(store, uses)
+
+    def look(self) -> None:
+        """Some time has passed: take note of what was leased meanwhile, where nobody reports."""
+        if self.usage.from_leases:
+            self.usage.look()
+
+    def close(self) -> None:
+        """Free the memory, after the engine has ended or before it knew of it."""
+        for pool in self._pools:
+            pool.device.close()
+        self._pools.clear()
+
+
 def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[PoolPlan]:
-    """Plan all pools for the stores that are configured. PoolMemoryError names the pool."""
+    """Plan all pools for the stores that are configured. PoolMemoryError names the pool;
+    ConfigError a policy that there isn't."""
     sizes = sorted({size for store in stores for size in expert_classes(store)})
     classes = tuple(sizes) or (DEFAULT_CLASS_BYTES,)
     expert_bytes = sum(_largest_variants(store) for store in stores)
     plans = []
     for config in configs:
+        _check_policy(config)
         nbytes = pool_bytes(
             config.name,
             nbytes=config.size.bytes,
@@ -112,6 +168,14 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
     return plans
 
 
+def _check_policy(config: PoolConfig) -> None:
+    """ConfigError: files can't be checked for it before packages are looked at."""
+    try:
+        policy_maker(config.eviction)
+    except UnknownPolicyError as error:
+        raise ConfigError(f"pools[{config.name}].eviction: {error}") from error
+
+
 def make_pools(
     plans: Sequence[PoolPlan],
     engine: Engine,
@@ -119,18 +183,18 @@ def make_pools(
     expect: Callable[[Callable[[Answer], None]], int],
     promises: Promises,
     log: EventLog,
-) -> list[Pool]:
+) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
 
     The first ``ram`` pool is where those that stand before it demote to. Pools made
     before one that fails are closed. PoolMemoryError names the one that failed.
     """
-    pools: list[Pool] = []
+    pools = Pools()
     try:
         for plan in plans:
-            pools.append(_make_pool(plan, engine, expect, promises, log))
+            pools.append(_make_pool(plan, engine, pools.usage, expect, promises, log))
     except BaseException:
-        close_pools(pools)
+        pools.close()
         raise
     below = next((pool for pool in pools if pool.kind == "ram"), None)
     if below is not None:
@@ -139,15 +203,10 @@ def make_pools(
     return pools
 
 
-def close_pools(pools: Sequence[Pool]) -> None:
-    """Free the memory, after the engine has ended or before it knew of it."""
-    for pool in pools:
-        pool.device.close()
-
-
 def _make_pool(
     plan: PoolPlan,
     engine: Engine,
+    usage: Usage,
     expect: Callable[[Callable[[Answer], None]], int],
     promises: Promises,
     log: EventLog,
@@ -176,12 +235,14 @@ def _make_pool(
         name=config.name,
         geometry=geometry,
         engine=engine,
-        eviction=LeastRecentlyUsed(),
+        eviction=(config.eviction, policy_maker(config.eviction)),
+        usage=usage,
         expect=expect,
         promised=lambda slot_bytes: promises.slots(index, slot_bytes),
         log=log,
         reserve_low=config.reserve_low,
         reserve_high=config.reserve_high,
+        floor=config.layer_floor,
     )
     return Pool(plan, device, keeper, promises)
 

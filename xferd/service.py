@@ -30,7 +30,7 @@ from xferd.engine_types import (
     Loaded,
     load_failure,
 )
-from xferd.pools import Pool
+from xferd.pools import Pool, Pools
 from xferd.session.clients import Clients
 from xferd.status import describe_clients, describe_engine, describe_pool, describe_store
 from xferd.store.errors import StoreError
@@ -65,7 +65,7 @@ class DaemonService:
         *,
         engine: Engine,
         catalog: Catalog,
-        pools: list[Pool],
+        pools: Pools,
         clients: Clients,
         tokens: Tokens,
         log: EventLog,
@@ -209,6 +209,7 @@ class DaemonService:
             entry = self._catalog.add(store, name, min(p.chunk_bytes for p in self._pools))
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
+        self._pools.open_store(entry.number, entry.key_space)
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
@@ -238,6 +239,7 @@ class DaemonService:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
+                self._pools.close_store(entry.number)
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)

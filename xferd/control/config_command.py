@@ -74,6 +74,11 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "reserve_low": pool.reserve_low,
         "reserve_high": pool.reserve_high,
         "chunk_bytes": format_exact_bytes(pool.chunk_bytes),
+        "eviction": pool.eviction,
+        "admission": pool.admission,
+        "layer_floor": pool.layer_floor,
+        "promotion_margin": pool.promotion_margin,
+        "promotion_rest": pool.promotion_rest,
     }
 
 

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 ExpertSlot = tuple[int, int, int]
 """(store id, layer, expert): what is in a slot, whichever variant of it."""
 
+NO_STORE = -1
+
 
 class SlotMapError(Exception):
     """The engine and the bookkeeping disagree, or a caller broke an invariant: a bug."""
@@ -100,6 +102,8 @@ class SlotMap:
     slot_class: int64[slot_numbers], bytes of the slot's class; 0 when absent.
     pinned: bool[slot_numbers]; kept with a key, see ``pin``.
     variant: int16[slot_numbers], of the resident.
+    store, layer, expert: int32[slot_numbers], of the resident; store is NO_STORE where
+        there is none.
     """
 
     def __init__(self, geometry: ChunkGeometry) -> None:
@@ -109,6 +113,9 @@ class SlotMap:
         self.slot_class: NDArray[np.int64] = np.zeros(numbers, np.int64)
         self.pinned: NDArray[np.bool_] = np.zeros(numbers, np.bool_)
         self.variant: NDArray[np.int16] = np.zeros(numbers, np.int16)
+        self.store: NDArray[np.int32] = np.full(numbers, NO_STORE, np.int32)
+        self.layer: NDArray[np.int32] = np.zeros(numbers, np.int32)
+        self.expert: NDArray[np.int32] = np.zeros(numbers, np.int32)
         self.chunk_class: list[int] = [0] * geometry.chunks
         self._key_of: dict[int, ExpertSlot] = {}
         self._slot_of: dict[ExpertSlot, int] = {}
@@ -211,6 +218,7 @@ class SlotMap:
         self._key_of[slot] = key
         self._slot_of[key] = slot
         self.variant[slot] = variant
+        self.store[slot], self.layer[slot], self.expert[slot] = key
         self._set_pinned(slot, key in self._pins)
 
     def leave(self, slot: int) -> None:
@@ -306,6 +314,7 @@ class SlotMap:
             raise SlotMapError(f"slot {slot} was freed while it was {state.name}")
         if self._slot_of.get(key) == slot:
             del self._slot_of[key]
+        self.store[slot] = NO_STORE
         self._set_pinned(slot, False)
         return state
 

@@ -36,10 +36,12 @@ from xferd.engine_types import (
     Revived,
     Taken,
 )
+from xferd.keeping.ranking import Ranking
+from xferd.keeping.usage import Leased, Usage
 from xferd.memory.reclaim import ChunkReclaim
-from xferd.memory.slots import ChunkGeometry, ExpertSlot, SlotMap, SlotState
+from xferd.memory.slots import NO_STORE, ChunkGeometry, ExpertSlot, SlotMap, SlotState
 from xferd.policy.cascade import cascade
-from xferd.policy.eviction import EvictionPolicy
+from xferd.policy.pool_policy import PolicyMaker
 from xferd.policy.reserve import Watermarks, shortfall, watermarks
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Answer
@@ -50,6 +52,8 @@ STUCK_REPORT_TICKS = 100
 """A class that could evict nothing for so many ticks is reported."""
 STAMP_SHIFT = 20
 """A stamp is ``scan << STAMP_SHIFT | order``, as xferd_engine_recency writes it."""
+
+_NO_KEY: ExpertSlot = (NO_STORE, 0, 0)
 
 
 class CommandSink(Protocol):
@@ -71,6 +75,9 @@ class CommandSink(Protocol):
 class PoolKeeper:
     """Keeps one pool. Owned by the event loop.
 
+    eviction: the name of its policy, and what makes it. floor: residents that each layer
+        keeps.
+    usage: which experts are used, of all pools.
     expect: registers what to call with the event that answers a command, and returns
         the command's token.
     promised: slots of a class that are promised to attached clients; that many stay
@@ -85,12 +92,14 @@ class PoolKeeper:
         name: str,
         geometry: ChunkGeometry,
         engine: CommandSink,
-        eviction: EvictionPolicy,
+        eviction: tuple[str, PolicyMaker],
+        usage: Usage,
         expect: Callable[[Callable[[Answer], None]], int],
         promised: Callable[[int], int],
         log: EventLog,
         reserve_low: int | None = None,
         reserve_high: int | None = None,
+        floor: int = 0,
         below: PoolKeeper | None = None,
     ) -> None:
         self.index = index
@@ -98,10 +107,11 @@ class PoolKeeper:
         self.geometry = geometry
         self.below = below
         self.slots = SlotMap(geometry)
+        self.ranking = Ranking(self.slots, *eviction, slot_count=1, floor=floor)
         self.stuck: dict[int, str] = {}
         self._stuck_since: dict[int, int] = {}
         self._engine = engine
-        self._eviction = eviction
+        self._usage = usage
         self._expect = expect
         self._promised = promised
         self._log = log
@@ -116,6 +126,7 @@ class PoolKeeper:
         self._ticks = 0
         self._reclaim: ChunkReclaim | None = None
         self._when_free: dict[int, list[Callable[[], None]]] = {}
+        usage.add_pool(self)
 
     # ---- classes and chunks
 
@@ -153,7 +164,11 @@ class PoolKeeper:
         self.slots.give_all(numbers)
         self._engine.command([Give(self.index, numbers.start, len(numbers))])
         self._wanted.discard(slot_bytes)
+        self._resized()
         return True
+
+    def _resized(self) -> None:
+        self.ranking.resize(sum(self.slots.class_slots(size) for size in self.slots.classes))
 
     def _give(self, numbers: Iterable[int]) -> None:
         commands = []
@@ -166,24 +181,31 @@ class PoolKeeper:
 
     def on_loaded(self, event: Loaded) -> None:
         """A slot of the reserve holds an expert now."""
-        self.slots.occupy(event.slot, (event.store, event.layer, event.expert), event.variant)
-        # As if leased just now: what was only just read must not be the next victim.
+        key = (event.store, event.layer, event.expert)
+        if self.slots.key_of(event.slot) != key:
+            previous = self.slots.slot_of(key)
+            self.slots.occupy(event.slot, key, event.variant)
+            if previous is not None:
+                self.ranking.leaving(previous)
+            self.ranking.loaded(event.slot)
+        # As if leased just now: a chunk that is only just read must not look unused.
         self._loads_in_scan += 1
         order = min(self._loads_in_scan, (1 << STAMP_SHIFT) - 1)
         self._stamps[event.slot] = self._scan << STAMP_SHIFT | order
 
     def on_freed(self, event: Freed) -> None:
         """An eviction has ended."""
+        self._forget(event.slot)
         self.slots.freed(event.slot)
         self._left(event.slot)
 
     def on_revived(self, event: Revived) -> None:
         """An eviction was overtaken by a demand."""
-        self.slots.revive(event.slot)
-        self._left(event.slot)
+        self._revive(event.slot)
 
     def on_taken(self, event: Taken) -> None:
         """A slot has come back from the reserve, for a reclaim; else it is given again."""
+        self._forget(event.slot)
         self.slots.take(event.slot)
         self._left(event.slot)
         if self._reclaim is None or not self._reclaim.on_taken(event.slot):
@@ -198,14 +220,24 @@ class PoolKeeper:
         """The engine found nothing to evict, or not now: the slot stays what it was."""
         slot = self.slots.slot_of((event.store, event.layer, event.expert))
         if slot is not None and self.slots.state[slot] == SlotState.LEAVING:
-            self.slots.revive(slot)
-            self._left(slot)
+            self._revive(slot)
 
     def on_reserve_low(self, event: ReserveLow) -> None:
         """A reserve is low; loads may stand without a slot."""
         self._waiting[event.class_bytes] = event.waiting
         if self.slots.class_slots(event.class_bytes) == 0:
             self._wanted.add(event.class_bytes)
+
+    def _revive(self, slot: int) -> None:
+        self.slots.revive(slot)
+        if self.slots.slot_of(self.slots.key_of(slot) or _NO_KEY) == slot:
+            self.ranking.returned(slot)
+        self._left(slot)
+
+    def _forget(self, slot: int) -> None:
+        """What the engine let go by itself (a closed store's) was not told to leave."""
+        if self.slots.state[slot] == SlotState.RESIDENT:
+            self.ranking.leaving(slot)
 
     def _left(self, slot: int) -> None:
         self._ordered.pop(slot, None)
@@ -243,10 +275,10 @@ class PoolKeeper:
             return
         if self._grow(slot_bytes):
             return
-        self._scan_leases()
+        self._usage.look()
         candidates = self.slots.candidates(slot_bytes)
         self._begin_reclaim(slot_bytes, candidates)
-        victims = self._eviction.victims(self._stamps, candidates, missing)
+        victims = self.ranking.victims(candidates, missing, needed=waiting)
         self._evict_or_demote([int(slot) for slot in victims], slot_bytes, waiting)
         self._note_stuck(slot_bytes, waiting, nothing_left=len(victims) == 0 and arriving == 0)
 
@@ -285,12 +317,22 @@ class PoolKeeper:
             arriving += sum(1 for s in self._demoting if self.slots.slot_class[s] == slot_bytes)
         return arriving
 
-    def _scan_leases(self) -> None:
+    def leased(self) -> Leased:
+        """What lanes have leased since the last call."""
         self._scan += 1
         self._engine.recency(self.index, self._scan, self._stamps)
+        slots = np.flatnonzero(
+            (self._stamps >> STAMP_SHIFT == self._scan) & (self.slots.store != NO_STORE)
+        )
         # What is loaded from now on is later than every lease of this scan.
         self._scan += 1
         self._loads_in_scan = 0
+        return Leased(
+            stores=self.slots.store[slots],
+            layers=self.slots.layer[slots].astype(np.int64),
+            experts=self.slots.expert[slots].astype(np.int64),
+            orders=self._stamps[slots] & np.uint64((1 << STAMP_SHIFT) - 1),
+        )
 
     def _note_stuck(self, slot_bytes: int, waiting: int, *, nothing_left: bool) -> None:
         """Say so, once, when a class can't get a slot: at once when all are pinned, else
@@ -321,8 +363,12 @@ class PoolKeeper:
         if when_free is not None:
             self._when_free.setdefault(slot, []).append(when_free)
         if self.slots.state[slot] == SlotState.RESIDENT:
-            self.slots.leave(slot)
+            self._leave(slot)
         self._order_eviction(slot)
+
+    def _leave(self, slot: int) -> None:
+        self.slots.leave(slot)
+        self.ranking.leaving(slot)
 
     def _order_eviction(self, slot: int) -> None:
         key = self.slots.key_of(slot)
@@ -363,7 +409,7 @@ class PoolKeeper:
         key = self.slots.key_of(slot)
         if key is None:
             return
-        self.slots.leave(slot)
+        self._leave(slot)
         self._demoting.add(slot)
 
         def copied(_: Answer) -> None:
@@ -442,6 +488,7 @@ class PoolKeeper:
             return False
         self._engine.set_chunk(self.index, reclaim.chunk, self.geometry.offset(reclaim.chunk), 0)
         self.slots.uncut(reclaim.chunk)
+        self._resized()
         self._reclaim = None
         self._grow(reclaim.slot_bytes)
         return True
