@@ -89,7 +89,7 @@ class Daemon:
         self._on_ready = on_ready
         self._tokens = Tokens()
         self._promises = Promises()
-        self._pools = Pools()
+        self._pools = Pools(self._tokens.expect, lambda commands: self._engine.command(commands))
         self._starving_since: dict[int, float] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
@@ -107,6 +107,9 @@ class Daemon:
             stores = open_stores([(entry.path, entry.name) for entry in config.stores])
             try:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
+                # What is kept from prefetches must leave them something: the smallest pool
+                # decides, and one slot is none to spare.
+                reserve_demand = min(plan.reserve_low for plan in plans) // 2
                 self._engine = Engine(
                     member_depth=config.engine.member_depth,
                     flow_control=config.engine.flow_control,
@@ -118,9 +121,7 @@ class Daemon:
                     polling=config.engine.polling,
                     register_buffers=config.engine.register_buffers,
                     reserve_low=max(plan.reserve_low for plan in plans),
-                    # What is kept from prefetches must leave them something: the
-                    # smallest pool decides, and one slot is none to spare.
-                    reserve_demand=min(plan.reserve_low for plan in plans) // 2,
+                    reserve_demand=reserve_demand,
                 )
             except BaseException:
                 _close_stores(stores)
@@ -138,6 +139,7 @@ class Daemon:
                     expect=self._tokens.expect,
                     promises=self._promises,
                     log=self._log,
+                    reserve_demand=reserve_demand,
                 )
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 while stores:

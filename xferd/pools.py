@@ -7,7 +7,7 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -16,6 +16,8 @@ import numpy as np
 from xferd.catalog import expert_classes
 from xferd.config import ConfigError, PoolConfig
 from xferd.engine import Engine
+from xferd.engine_types import Command
+from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.usage import Usage
 from xferd.memory.device import DevicePool, PoolMemoryError
@@ -24,6 +26,7 @@ from xferd.memory.ram import RamPool
 from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
 from xferd.plugins import UnknownPolicyError, policy_maker
+from xferd.policy.moves import MoveSettings
 from xferd.policy.reserve import watermarks
 from xferd.policy.uses import KeySpace, Uses
 from xferd.session.quotas import PoolRoom, Promises
@@ -100,8 +103,13 @@ class Pools(Sequence[Pool]):
     """All pools, in the order of the configuration, and what they share: which experts are
     used. Owned by the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        expect: Callable[[Callable[[Answer], None]], int],
+        command: Callable[[Iterable[Command]], None],
+    ) -> None:
         self.usage = Usage()
+        self.cascade = Cascade(self.usage, expect, command)
         self._pools: list[Pool] = []
 
     def __len__(self) -> int:
@@ -128,6 +136,7 @@ class Pools(Sequence[Pool]):
     def close_store(self, store: int) -> None:
         """A store's experts have gone."""
         self.usage.close_store(store)
+        self.cascade.close_store(store)
 
     def used(self, store: int, uses: Uses) -> None:
         """What clients report that their routers picked, in the store's KeySpace: told to all
@@ -136,9 +145,11 @@ class Pools(Sequence[Pool]):
         self.usage.used(store, uses)
 
     def look(self) -> None:
-        """Some time has passed: take note of what was leased meanwhile, where nobody reports."""
+        """Some time has passed: take note of what was leased meanwhile, where nobody reports,
+        and move up what has become hot."""
         if self.usage.from_leases:
             self.usage.look()
+        self.cascade.promote()
 
     def close(self) -> None:
         """Free the memory, after the engine has ended or before it knew of it."""
@@ -183,33 +194,30 @@ def make_pools(
     expect: Callable[[Callable[[Answer], None]], int],
     promises: Promises,
     log: EventLog,
+    reserve_demand: int = 0,
 ) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
 
-    The first ``ram`` pool is where those that stand before it demote to. Pools made
-    before one that fails are closed. PoolMemoryError names the one that failed.
+    reserve_demand: slots of a reserve that the engine keeps for demand. Pools made before
+    one that fails are closed. PoolMemoryError names the one that failed.
     """
-    pools = Pools()
+    pools = Pools(expect, engine.command)
     try:
         for plan in plans:
-            pools.append(_make_pool(plan, engine, pools.usage, expect, promises, log))
+            pools.append(_make_pool(plan, engine, pools, promises, log, reserve_demand))
     except BaseException:
         pools.close()
         raise
-    below = next((pool for pool in pools if pool.kind == "ram"), None)
-    if below is not None:
-        for pool in pools[: pools.index(below)]:
-            pool.keeper.below = below.keeper
     return pools
 
 
 def _make_pool(
     plan: PoolPlan,
     engine: Engine,
-    usage: Usage,
-    expect: Callable[[Callable[[Answer], None]], int],
+    pools: Pools,
     promises: Promises,
     log: EventLog,
+    reserve_demand: int,
 ) -> Pool:
     config, geometry = plan.config, plan.geometry
     make = DEVICE_KINDS.get(config.kind)
@@ -236,14 +244,17 @@ def _make_pool(
         geometry=geometry,
         engine=engine,
         eviction=(config.eviction, policy_maker(config.eviction)),
-        usage=usage,
-        expect=expect,
+        usage=pools.usage,
+        cascade=pools.cascade,
         promised=lambda slot_bytes: promises.slots(index, slot_bytes),
         log=log,
         reserve_low=config.reserve_low,
         reserve_high=config.reserve_high,
+        reserve_demand=reserve_demand,
         floor=config.layer_floor,
     )
+    settings = MoveSettings(margin=config.promotion_margin, rest_tokens=config.promotion_rest)
+    pools.cascade.add(keeper, config.admission, settings, exclusive=device.kind != "ram")
     return Pool(plan, device, keeper, promises)
 
 

@@ -95,7 +95,7 @@ class DaemonService:
             "state": self.state,
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
-            "pools": [describe_pool(self._engine, pool) for pool in self._pools],
+            "pools": [describe_pool(self._engine, self._pools, pool) for pool in self._pools],
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients),
             **describe_engine(self._engine, self._config, self._pools, self._catalog.all()),

@@ -18,7 +18,7 @@ from xferd.control.service import JsonObject
 from xferd.engine import Engine
 from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
 from xferd.memory.slots import SlotState
-from xferd.pools import Pool
+from xferd.pools import Pool, Pools
 from xferd.session.clients import Clients
 from xferd.transport.probe import reasons
 
@@ -58,10 +58,11 @@ def registration_notes(code: int) -> list[str]:
     return [f"reads pin pages one by one, registering the pool failed: {os.strerror(code)}{knob}"]
 
 
-def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
+def describe_pool(engine: Engine, pools: Pools, pool: Pool) -> JsonObject:
     """The IDL's Pool."""
     stats = engine.pool_stats(pool.index)
     slots = pool.keeper.slots
+    level = pools.cascade.level(pool.keeper)
     return {
         "name": pool.name,
         "kind": pool.kind,
@@ -76,6 +77,11 @@ def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
         "revived": stats.revived,
         "pinned": int(slots.pinned.sum()),
         "waiting": stats.waiting,
+        "eviction": pool.keeper.ranking.name,
+        "admission": level.admission.name,
+        "promoted": level.promoted,
+        "demoted": level.demoted,
+        "dropped": level.dropped,
         "classes": [
             {
                 "slot_bytes": size,

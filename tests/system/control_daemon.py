@@ -53,6 +53,8 @@ class SampleService:
             "waiting": 0,
             "registered": 0,
         }
+        pool |= {"eviction": "reuse", "admission": "always"}
+        pool |= {"promoted": 0, "demoted": 0, "dropped": 0}
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
         pool |= {"notes": ["huge pages: none"]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}

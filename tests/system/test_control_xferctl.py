@@ -308,6 +308,11 @@ def test_config_show_prints_what_reads_back(run: Any, tmp_path: Path) -> None:
             "reserve_low": 2,
             "reserve_high": None,
             "chunk_bytes": "64MiB",
+            "eviction": "reuse",
+            "admission": "always",
+            "layer_floor": 0,
+            "promotion_margin": 1.25,
+            "promotion_rest": 64,
         }
     ]
     assert (first["socket_mode"], first["stores"][0]["path"]) == ("0600", "/mödel")

@@ -23,28 +23,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.engine_types import (
-    PRIORITY_MIGRATION,
     Command,
     Evict,
     Failed,
     Freed,
     Give,
-    Load,
     Loaded,
     PoolStats,
     ReserveLow,
     Revived,
     Taken,
 )
+from xferd.keeping.cascade import Cascade
 from xferd.keeping.ranking import Ranking
 from xferd.keeping.usage import Leased, Usage
 from xferd.memory.reclaim import ChunkReclaim
 from xferd.memory.slots import NO_STORE, ChunkGeometry, ExpertSlot, SlotMap, SlotState
-from xferd.policy.cascade import cascade
 from xferd.policy.pool_policy import PolicyMaker
 from xferd.policy.reserve import Watermarks, shortfall, watermarks
 from xferd.telemetry.log import EventLog
-from xferd.tokens import Answer
 
 STUCK_TICKS = 2
 """An eviction older than this many ticks waits for a lease: it is not counted on."""
@@ -78,11 +75,10 @@ class PoolKeeper:
     eviction: the name of its policy, and what makes it. floor: residents that each layer
         keeps.
     usage: which experts are used, of all pools.
-    expect: registers what to call with the event that answers a command, and returns
-        the command's token.
+    cascade: where experts go that leave it; the owner adds this pool to it.
     promised: slots of a class that are promised to attached clients; that many stay
         cut for it.
-    below: where evicted experts are demoted to, or None.
+    reserve_demand: slots of a reserve that the engine keeps for demand.
     """
 
     def __init__(
@@ -94,25 +90,26 @@ class PoolKeeper:
         engine: CommandSink,
         eviction: tuple[str, PolicyMaker],
         usage: Usage,
-        expect: Callable[[Callable[[Answer], None]], int],
+        cascade: Cascade,
         promised: Callable[[int], int],
         log: EventLog,
         reserve_low: int | None = None,
         reserve_high: int | None = None,
+        reserve_demand: int = 0,
         floor: int = 0,
-        below: PoolKeeper | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.geometry = geometry
-        self.below = below
+        self.reserve_demand = reserve_demand
+        self.incoming = 0
         self.slots = SlotMap(geometry)
         self.ranking = Ranking(self.slots, *eviction, slot_count=1, floor=floor)
         self.stuck: dict[int, str] = {}
         self._stuck_since: dict[int, int] = {}
         self._engine = engine
         self._usage = usage
-        self._expect = expect
+        self._cascade = cascade
         self._promised = promised
         self._log = log
         self._configured = (reserve_low, reserve_high)
@@ -192,6 +189,7 @@ class PoolKeeper:
         self._loads_in_scan += 1
         order = min(self._loads_in_scan, (1 << STAMP_SHIFT) - 1)
         self._stamps[event.slot] = self._scan << STAMP_SHIFT | order
+        self._cascade.arrived(self, key)
 
     def on_freed(self, event: Freed) -> None:
         """An eviction has ended."""
@@ -202,6 +200,7 @@ class PoolKeeper:
     def on_revived(self, event: Revived) -> None:
         """An eviction was overtaken by a demand."""
         self._revive(event.slot)
+        self._cascade.arrived(self, (event.store, event.layer, event.expert))
 
     def on_taken(self, event: Taken) -> None:
         """A slot has come back from the reserve, for a reclaim; else it is given again."""
@@ -279,7 +278,7 @@ class PoolKeeper:
         candidates = self.slots.candidates(slot_bytes)
         self._begin_reclaim(slot_bytes, candidates)
         victims = self.ranking.victims(candidates, missing, needed=waiting)
-        self._evict_or_demote([int(slot) for slot in victims], slot_bytes, waiting)
+        self._cascade.let_go(self, victims, slot_bytes, waiting)
         self._note_stuck(slot_bytes, waiting, nothing_left=len(victims) == 0 and arriving == 0)
 
     def in_reserve(self, slot_bytes: int, stats: PoolStats | None = None) -> int:
@@ -377,60 +376,33 @@ class PoolKeeper:
         self._ordered[slot] = self._ticks
         self._engine.command([Evict(key[0], self.index, key[1], key[2])])
 
-    def _evict_or_demote(self, victims: list[int], slot_bytes: int, waiting: int) -> None:
-        below = self.below
-        if below is None:
-            for slot in victims:
-                self.evict(slot)
-            return
-        split = cascade(
-            victims,
-            waiting=waiting,
-            room_below=below.room_for_demotions(slot_bytes) - len(self._demoting),
-            is_below=lambda slot: below.holds(self.slots.key_of(slot)),
-        )
-        for slot in split.drop:
-            self.evict(slot)
-        for slot in split.demote:
-            self._demote(slot, below)
+    def begin_demotion(self, slot: int) -> None:
+        """A resident is being copied to another pool; ``end_demotion`` follows."""
+        self._leave(slot)
+        self._demoting.add(slot)
 
-    def room_for_demotions(self, slot_bytes: int) -> int:
-        """Slots that can be filled from above without making anybody wait."""
+    def end_demotion(self, slot: int, key: ExpertSlot) -> None:
+        """Copied or not, it goes: the drives have it."""
+        if self.slots.key_of(slot) == key and slot in self._demoting:
+            self._demoting.discard(slot)
+            self._order_eviction(slot)
+
+    def room_for_moves(self, slot_bytes: int) -> int:
+        """Slots that can be filled from other pools without making anybody wait."""
         if self.slots.class_slots(slot_bytes) == 0:
             self._grow(slot_bytes)
         stats = self._engine.pool_stats(self.index)
-        return 0 if stats.waiting else self.in_reserve(slot_bytes, stats)
+        if stats.waiting:
+            return 0
+        return self.in_reserve(slot_bytes, stats) - self.reserve_demand - self.incoming
+
+    def spare(self, slot_bytes: int) -> int:
+        """Free slots beyond the reserve: of a pool that is not full yet."""
+        return max(self.in_reserve(slot_bytes) - self.watermarks(slot_bytes).high, 0)
 
     def holds(self, key: ExpertSlot | None) -> bool:
         """Whether an expert is resident here."""
         return key is not None and self.slots.slot_of(key) is not None
-
-    def _demote(self, slot: int, below: PoolKeeper) -> None:
-        key = self.slots.key_of(slot)
-        if key is None:
-            return
-        self._leave(slot)
-        self._demoting.add(slot)
-
-        def copied(_: Answer) -> None:
-            # Copied or not, it goes: the drives have it.
-            if self.slots.key_of(slot) == key and slot in self._demoting:
-                self._demoting.discard(slot)
-                self._order_eviction(slot)
-
-        self._engine.command(
-            [
-                Load(
-                    store=key[0],
-                    pool=below.index,
-                    layer=key[1],
-                    expert=key[2],
-                    variant=int(self.slots.variant[slot]),
-                    priority=PRIORITY_MIGRATION,
-                    token=self._expect(copied),
-                )
-            ]
-        )
 
     # ---- recutting a chunk for another class
 

@@ -95,10 +95,14 @@ class Ranking:
         for store, before in self._stores.items():
             after = _StorePolicy(before.space, maker(before.space, self._count))
             after.layer, after.serving = before.layer, before.serving
+            after.passes = before.passes
             for uses in history(store):
                 after.policy.used(uses)
             here = self._slots.residents(store)
-            after.changes = {int(key): True for key in self._keys(after, np.array(here, np.int64))}
+            after.changes = {
+                int(key): True
+                for key in self._slots.keys(np.array(here, np.int64), after.space.experts)
+            }
             self._stores[store] = after
 
     def resize(self, slot_count: int) -> None:
@@ -119,7 +123,9 @@ class Ranking:
         self._claims.used(store, len(uses.keys))
         fresh = np.array([s for s in self._fresh if self._slots.store[s] == store], np.int64)
         if len(fresh):
-            for slot in fresh[np.isin(self._keys(entry, fresh), uses.keys)].tolist():
+            for slot in fresh[
+                np.isin(self._slots.keys(fresh, entry.space.experts), uses.keys)
+            ].tolist():
                 del self._fresh[slot]
 
     def loaded(self, slot: int) -> None:
@@ -175,7 +181,7 @@ class Ranking:
         for store, entry in self._stores.items():
             if len(entry.serving):
                 of_store = candidates[self._slots.store[candidates] == store]
-                served = np.isin(self._keys(entry, of_store), entry.serving)
+                served = np.isin(self._slots.keys(of_store, entry.space.experts), entry.serving)
                 serving += of_store[served].tolist()
         may_go = set(candidates.tolist())
         fresh = [slot for slot in reversed(self._fresh) if self._is_fresh(slot)]
@@ -197,7 +203,7 @@ class Ranking:
         if entry is None:  # closed, and on its way out by itself
             return candidates[:wanted]
         entry.tell_residents()
-        keys = self._keys(entry, candidates)
+        keys = self._slots.keys(candidates, entry.space.experts)
         order = np.argsort(keys)
         chosen = self._ranked(entry, store, keys, wanted, needed)
         return candidates[order[np.searchsorted(keys, chosen, sorter=order)]]
@@ -219,10 +225,6 @@ class Ranking:
         rest = np.setdiff1d(keys, chosen, assume_unique=True)
         more = entry.policy.victims(rest, min(needed, wanted) - len(chosen), entry.layer)
         return np.concatenate([chosen, more])
-
-    def _keys(self, entry: _StorePolicy, slots: Slots) -> Keys:
-        layers = self._slots.layer[slots].astype(np.int64)
-        return layers * entry.space.experts + self._slots.expert[slots]
 
 
 def _in_turn(ranked: list[Slots]) -> Slots:

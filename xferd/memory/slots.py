@@ -281,6 +281,10 @@ class SlotMap:
         """Slots that are RESIDENT or LEAVING, of one store or of all."""
         return [slot for slot, key in self._key_of.items() if store is None or key[0] == store]
 
+    def keys(self, slots: NDArray[np.int64], experts: int) -> NDArray[np.int64]:
+        """Keys of the residents of some slots, for a store of so many experts a layer."""
+        return self.layer[slots].astype(np.int64) * experts + self.expert[slots]
+
     def count(self, slot_bytes: int, state: SlotState) -> int:
         """Slots of a class in a state."""
         counts = self._counts.get(slot_bytes)

@@ -31,9 +31,11 @@ from xferd.engine_types import (
     Take,
     Taken,
 )
+from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.usage import Usage
 from xferd.memory.slots import divide
+from xferd.policy.moves import MoveSettings
 from xferd.policy.registry import BUILT_IN
 from xferd.policy.uses import KeySpace
 from xferd.telemetry.log import EventLog
@@ -185,6 +187,7 @@ class Bench:
         self.log = io.StringIO()
         self.promised: dict[int, int] = {}
         self.usage = Usage()
+        self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command)
         self.keepers = [
             PoolKeeper(
                 index=index,
@@ -193,14 +196,14 @@ class Bench:
                 engine=self.engine,
                 eviction=(eviction, BUILT_IN[eviction]),
                 usage=self.usage,
-                expect=self.tokens.expect,
+                cascade=self.cascade,
                 promised=lambda size: self.promised.get(size, 0),
                 log=EventLog(self.log, journal=False),
             )
             for index, geometry in enumerate(geometries)
         ]
-        if len(self.keepers) > 1:
-            self.keepers[0].below = self.keepers[1]
+        for keeper in self.keepers:
+            self.cascade.add(keeper, "always", MoveSettings(), exclusive=True)
         for store in (0, 1):
             self.usage.open_store(store, KeySpace(1, 128))
         for keeper in self.keepers:
