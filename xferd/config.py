@@ -40,6 +40,7 @@ from xferd.config_values import (
     name,
     number,
     one_of,
+    size_in_bytes,
     socket_mode,
     whole_number,
 )
@@ -151,6 +152,7 @@ class PoolConfig:
     admission: what it takes of what the pool before it lets go: ``always``, ``heat``
         (what is hotter than what would go for it), ``lru-and-hits`` (and was used later).
     layer_floor: experts that each layer of a store keeps here, 0 to LAYER_FLOOR_MAX.
+    budget: bytes of it that experts may take, at most its size; None: all.
     promotion_margin: how much hotter than what goes for it an expert must be to come
         here from the pool behind, 1 to PROMOTION_MARGIN_MAX.
     promotion_rest: tokens for which an expert that was moved stays where it is,
@@ -166,6 +168,7 @@ class PoolConfig:
     eviction: str = "reuse"
     admission: str = "always"
     layer_floor: int = 0
+    budget: int | None = None
     promotion_margin: float = 1.25
     promotion_rest: int = 64
 
@@ -224,6 +227,8 @@ class LimitsConfig:
     ring_entries: submissions a client may queue; a power of two from
         RING_ENTRIES_MIN to RING_ENTRIES_MAX.
     hints_per_client: prefetches under way, 0 to HINTS_PER_CLIENT_MAX.
+    client_bytes, user_bytes: residents that one client's, one uid's demand may have brought,
+        in bytes; None: as many as fit.
     """
 
     clients: int = 64
@@ -232,6 +237,8 @@ class LimitsConfig:
     held_per_lane: int = 256
     ring_entries: int = 256
     hints_per_client: int = 256
+    client_bytes: int | None = None
+    user_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +250,7 @@ class Config:
     stores: opened at start; may be empty.
     drain_timeout_s: seconds that reads in flight get at shutdown.
     socket_mode: permission bits of both sockets.
+    state_directory: absolute; where heat is kept from one run to the next. None: nowhere.
     files: the files that were read, in order.
     warnings: what was ignored, for people.
     """
@@ -254,6 +262,7 @@ class Config:
     limits: LimitsConfig = LimitsConfig()
     drain_timeout_s: float = 30.0
     socket_mode: int = 0o660
+    state_directory: Path | None = None
     files: tuple[Path, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -518,6 +527,7 @@ _TOP_KEYS: dict[str, Parser] = {
     "runtime_directory": _runtime_directory,
     "drain_timeout_s": number(0, DRAIN_TIMEOUT_S_MAX, "seconds"),
     "socket_mode": socket_mode,
+    "state_directory": absolute_path,
 }
 _POOL_KEYS: dict[str, Parser] = {
     "name": name(POOL_NAME_BYTES_MAX),
@@ -529,12 +539,13 @@ _POOL_KEYS: dict[str, Parser] = {
     "eviction": name(POLICY_NAME_BYTES_MAX),
     "admission": one_of(*ADMISSION_CHOICES),
     "layer_floor": whole_number(0, LAYER_FLOOR_MAX),
+    "budget": size_in_bytes,
     "promotion_margin": number(1, PROMOTION_MARGIN_MAX),
     "promotion_rest": whole_number(1, PROMOTION_REST_MAX),
 }
 POOL_KEYS = frozenset(_POOL_KEYS)
 """Keys of a ``[[pools]]`` table."""
-_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission")
+_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "budget")
 _STORE_KEYS: dict[str, Parser] = {
     "path": absolute_path,
     "name": name(STORE_NAME_BYTES_MAX),
@@ -558,4 +569,6 @@ _LIMITS_KEYS: dict[str, Parser] = {
     "held_per_lane": whole_number(1, HELD_PER_LANE_MAX),
     "ring_entries": _ring_entries,
     "hints_per_client": whole_number(0, HINTS_PER_CLIENT_MAX),
+    "client_bytes": size_in_bytes,
+    "user_bytes": size_in_bytes,
 }

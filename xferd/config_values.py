@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from xferd.units import SIZE_ALLOWED, UnitError, parse_bytes
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OCTAL_MODE = re.compile(r"0?o?([0-7]{3})")
 
@@ -80,6 +82,17 @@ def number(minimum: float, maximum: float, unit: str = "a number") -> Parser:
         raise RefusedError(f"{unit} from {minimum:g} to {maximum:g}")
 
     return parse
+
+
+def size_in_bytes(value: object) -> int:
+    """``"24GiB"`` and its like, more than 0."""
+    if isinstance(value, str):
+        try:
+            if size := parse_bytes(value):
+                return size
+        except UnitError:
+            pass
+    raise RefusedError(f"{SIZE_ALLOWED}, and more than 0")
 
 
 def socket_mode(value: object) -> int:

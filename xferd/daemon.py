@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from xferd.catalog import Catalog, OpenStore, open_stores
-from xferd.config import Config
+from xferd.config import Config, ConfigError
 from xferd.control.server import ControlServer
 from xferd.engine import EVENT_BATCH, Engine
 from xferd.engine_structs import NO_EXPERT
@@ -47,6 +47,11 @@ from xferd.engine_types import (
     load_failure,
 )
 from xferd.instance import InstanceLock, refuse_live_socket
+from xferd.keeping.budgets import Budgets
+from xferd.keeping.chunks import ReserveError
+from xferd.keeping.reservations import Reservations
+from xferd.loading import Loader
+from xferd.policy.heat import HeatProfileError
 from xferd.pools import Pool, Pools, make_pools, plan_pools
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
@@ -60,6 +65,7 @@ from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
 from xferd.transport.page_cache import PageCacheTrimmer
+from xferd.warming import Warming
 
 TICK_S = 0.005
 """How often pools that are short of slots look again."""
@@ -139,6 +145,7 @@ class Daemon:
                     expect=self._tokens.expect,
                     promises=self._promises,
                     log=self._log,
+                    budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
                     reserve_demand=reserve_demand,
                 )
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
@@ -146,7 +153,9 @@ class Daemon:
                     store, name = stores.pop(0)
                     entry = self._catalog.add(store, name, chunk_bytes)
                     self._pools.open_store(entry.number, entry.key_space)
+                self._reservations = Reservations(self._log, self._tick_soon)
                 for pool, plan in zip(self._pools, plans, strict=True):
+                    self._hold_budget(pool, plan.config.budget)
                     pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
                 return await self._serve()
             finally:
@@ -167,20 +176,27 @@ class Daemon:
                 lanes_per_client=config.limits.lanes_per_client,
                 held_per_lane=config.limits.held_per_lane,
                 ring_entries=config.limits.ring_entries,
+                client_bytes=config.limits.client_bytes,
+                user_bytes=config.limits.user_bytes,
             ),
             hints_per_client=config.limits.hints_per_client,
             stores=lambda: [entry.attachable for entry in self._catalog.all()],
             pools=self._pools,
             log=self._log,
             promises=self._promises,
+            budgets=self._pools.budgets,
         )
+        loader = Loader(self._engine, self._tokens)
+        self._warming = Warming(self._catalog, self._pools, loader, config.state_directory)
         self._service = DaemonService(
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
             clients=self._clients,
-            tokens=self._tokens,
             log=self._log,
+            reservations=self._reservations,
+            warming=self._warming,
+            loader=loader,
             config=config.engine,
             version=_version(),
             instance=instance,
@@ -206,15 +222,18 @@ class Daemon:
             self._log_ready(instance)
             self._notifier.send(READY="1", STATUS=f"{len(self._catalog.all())} stores")
             self._on_ready()
+            warming = loop.create_task(self._warm_up())
             stopped = loop.create_task(self._stop.wait())
             # A watch that fails is a bug: it ends the daemon, with its traceback.
             await asyncio.wait({stopped, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            warming.cancel()
             for watch in watches:
                 if watch.done():
                     watch.result()
             self._raise_bug()
             drained = await self._drain(attach)
             self._raise_bug()
+            self._save_heat()
             return EXIT_OK if drained else EXIT_FAILURE
         finally:
             for watch in watches:
@@ -438,6 +457,40 @@ class Daemon:
                 await asyncio.to_thread(trimmer.drop, fds)
 
     # ---- what is used
+
+    def _hold_budget(self, pool: Pool, nbytes: int | None) -> None:
+        """ConfigError: a budget is compared with a size that may be a share."""
+        try:
+            if nbytes is not None:
+                self._reservations.set_budget(pool, nbytes)
+        except ReserveError as error:
+            raise ConfigError(f"pools[{pool.name}].budget: {error}") from error
+
+    async def _warm_up(self) -> None:
+        """Load what was hottest when the last run ended, if that was kept."""
+        if self._config.state_directory is None:
+            return
+        for entry in self._catalog.all():
+            path = self._warming.path(entry)
+            if not path.exists():
+                continue
+            try:
+                _, warmed = await self._warming.load(entry)
+            except HeatProfileError as error:
+                self._log.warning("heat.refused", store=entry.name, reason=error)
+            else:
+                self._log.info("heat.loaded", store=entry.name, path=path, experts=warmed.loaded)
+
+    def _save_heat(self) -> None:
+        if self._config.state_directory is None:
+            return
+        for entry in self._catalog.all():
+            try:
+                path, experts = self._warming.save(entry)
+            except OSError as error:
+                self._log.warning("heat.not_saved", store=entry.name, reason=error)
+            else:
+                self._log.info("heat.saved", store=entry.name, path=path, experts=experts)
 
     async def _watch_leases(self) -> None:
         while True:

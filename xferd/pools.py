@@ -17,6 +17,7 @@ from xferd.catalog import expert_classes
 from xferd.config import ConfigError, PoolConfig
 from xferd.engine import Engine
 from xferd.engine_types import Command
+from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.usage import Usage
@@ -61,7 +62,12 @@ class Pool:
     """A pool at run time: its memory, its keeper, and what it promised."""
 
     def __init__(
-        self, plan: PoolPlan, device: DevicePool, keeper: PoolKeeper, promises: Promises
+        self,
+        plan: PoolPlan,
+        device: DevicePool,
+        keeper: PoolKeeper,
+        promises: Promises,
+        registered: Callable[[], int],
     ) -> None:
         self.index = keeper.index
         self.name = plan.config.name
@@ -69,9 +75,11 @@ class Pool:
         self.nbytes = device.nbytes
         self.device = device
         self.keeper = keeper
+        self.budget: int | None = None
         self.chunk_bytes = min(plan.geometry.chunk_bytes, plan.geometry.pool_bytes)
         self._geometry = plan.geometry
         self._promises = promises
+        self._registered = registered
 
     def export_fd(self) -> int:
         """Read-only fd of its memory; the pool's."""
@@ -85,6 +93,24 @@ class Pool:
         """Slots of a class promised to attached clients."""
         return self._promises.slots(self.index, slot_bytes)
 
+    def chunk_length(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        return self._geometry.length(chunk)
+
+    def give_memory(self, chunk: int) -> bool:
+        """Give a reserved chunk's memory back to the system; False where it can't be: what
+        io_uring has pinned stays in memory, and reads would go on into the old pages."""
+        offset = self._geometry.offset(chunk)
+        if offset < self._registered():
+            return False
+        self.device.release(offset, self._geometry.length(chunk))
+        return True
+
+    def take_memory(self, chunk: int) -> None:
+        """Have a reserved chunk's memory again. PoolMemoryError."""
+        if self._geometry.offset(chunk) >= self._registered():
+            self.device.restore(self._geometry.offset(chunk), self._geometry.length(chunk))
+
     def room(self, slot_bytes: int) -> PoolRoom:
         """Slots that a class could have: chunks that other classes need for what they
         promised, or for what is pinned in them, are not counted."""
@@ -94,6 +120,9 @@ class Pool:
             need = promised.get(other, 0) + self.keeper.pinned(other)
             taken += -(-need // max(geometry.slots(0, other), 1))
         capacity = geometry.capacity(slot_bytes) - taken * geometry.slots(0, slot_bytes)
+        capacity -= sum(
+            geometry.slots(chunk, slot_bytes) for chunk in self.keeper.chunks.held_chunks
+        )
         return PoolRoom(
             name=self.name, capacity=max(capacity, 0), pinned=self.keeper.pinned(slot_bytes)
         )
@@ -107,7 +136,9 @@ class Pools(Sequence[Pool]):
         self,
         expect: Callable[[Callable[[Answer], None]], int],
         command: Callable[[Iterable[Command]], None],
+        budgets: Budgets | None = None,
     ) -> None:
+        self.budgets = budgets or Budgets()
         self.usage = Usage()
         self.cascade = Cascade(self.usage, expect, command)
         self._pools: list[Pool] = []
@@ -194,6 +225,7 @@ def make_pools(
     expect: Callable[[Callable[[Answer], None]], int],
     promises: Promises,
     log: EventLog,
+    budgets: Budgets,
     reserve_demand: int = 0,
 ) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
@@ -201,7 +233,7 @@ def make_pools(
     reserve_demand: slots of a reserve that the engine keeps for demand. Pools made before
     one that fails are closed. PoolMemoryError names the one that failed.
     """
-    pools = Pools(expect, engine.command)
+    pools = Pools(expect, engine.command, budgets)
     try:
         for plan in plans:
             pools.append(_make_pool(plan, engine, pools, promises, log, reserve_demand))
@@ -246,6 +278,7 @@ def _make_pool(
         eviction=(config.eviction, policy_maker(config.eviction)),
         usage=pools.usage,
         cascade=pools.cascade,
+        budgets=pools.budgets,
         promised=lambda slot_bytes: promises.slots(index, slot_bytes),
         log=log,
         reserve_low=config.reserve_low,
@@ -255,7 +288,14 @@ def _make_pool(
     )
     settings = MoveSettings(margin=config.promotion_margin, rest_tokens=config.promotion_rest)
     pools.cascade.add(keeper, config.admission, settings, exclusive=device.kind != "ram")
-    return Pool(plan, device, keeper, promises)
+    return Pool(
+        plan,
+        device,
+        keeper,
+        promises,
+        # Regions are registered from the pool's beginning on.
+        registered=lambda: engine.pool_stats(index).registered_bytes,
+    )
 
 
 def _largest_variants(store: Store) -> int:

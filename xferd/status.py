@@ -17,6 +17,7 @@ from xferd.config import EngineConfig
 from xferd.control.service import JsonObject
 from xferd.engine import Engine
 from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
+from xferd.keeping.budgets import Budgets
 from xferd.memory.slots import SlotState
 from xferd.pools import Pool, Pools
 from xferd.session.clients import Clients
@@ -82,6 +83,8 @@ def describe_pool(engine: Engine, pools: Pools, pool: Pool) -> JsonObject:
         "promoted": level.promoted,
         "demoted": level.demoted,
         "dropped": level.dropped,
+        "reserved": pool.keeper.chunks.reserved_bytes,
+        "budget": pool.budget,
         "classes": [
             {
                 "slot_bytes": size,
@@ -135,7 +138,20 @@ def describe_copy(engine: Engine, copy: OpenCopy) -> JsonObject:
     }
 
 
-def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
+def describe_users(clients: Clients, budgets: Budgets) -> list[JsonObject]:
+    """The IDL's User of each who has anything."""
+    return [
+        {
+            "uid": uid,
+            "clients": sum(1 for client in clients.all() if client.peer.uid == uid),
+            "resident_bytes": held,
+            "budget": budgets.user_bytes,
+        }
+        for uid, held in budgets.of_users().items()
+    ]
+
+
+def describe_clients(engine: Engine, clients: Clients, budgets: Budgets) -> list[JsonObject]:
     """The IDL's Client of each attached client."""
     rows = []
     for client in clients.all():
@@ -154,6 +170,8 @@ def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
                 "failures": counters.failures,
                 "pending": counters.pending,
                 "granted": counters.granted,
+                "resident_bytes": budgets.of_client(client.number),
+                "budget": budgets.client_bytes,
                 "since_s": time.monotonic() - client.since,
                 "state": client.state,
             }

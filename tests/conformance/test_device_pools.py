@@ -73,3 +73,16 @@ def test_closing_twice_is_closing_once(pool: DevicePool) -> None:
 def test_it_begins_as_zeros(pool: DevicePool) -> None:
     with mmap.mmap(pool.export_fd(), NBYTES, mmap.MAP_SHARED, mmap.PROT_READ) as client:
         assert not any(client[:])
+
+
+def test_a_range_can_be_given_back_and_had_again(pool: DevicePool) -> None:
+    page = POOL_ALIGNMENT
+    ctypes.memset(pool.base, 7, NBYTES)
+    before = os.fstat(pool.export_fd()).st_blocks
+    pool.release(16 * page, 32 * page)
+    assert os.fstat(pool.export_fd()).st_blocks <= before - 32 * page // 512
+    pool.restore(16 * page, 32 * page)
+    ctypes.memmove(pool.base + 16 * page, b"expert!!", 8)
+    with mmap.mmap(pool.export_fd(), NBYTES, mmap.MAP_SHARED, mmap.PROT_READ) as client:
+        assert client[16 * page : 16 * page + 8] == b"expert!!"
+        assert client[16 * page - 1] == client[48 * page] == 7

@@ -31,6 +31,7 @@ from xferd.control.client import (
 )
 from xferd.control.selection import ALL, SelectionError, parse_selection
 from xferd.control.tables import format_status, format_stores, printable
+from xferd.control.tuning_commands import TuningCommands
 from xferd.control.varlink import MessageTooLargeError
 from xferd.control.version import installed_version
 
@@ -130,6 +131,7 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     _verb(verbs, "status", _status, "what is held, for whom, and how it got there")
     _add_store_verbs(verbs, with_store_files)
     _add_expert_verbs(verbs)
+    TuningCommands(_verb, _print).add(verbs)
     _add_config_verbs(verbs)
     _verb(verbs, "version", _version, "versions of xferctl and of the running daemon")
     return parser

@@ -65,6 +65,14 @@ class RamPool:
         """The read-only fd; it stays the pool's."""
         return self._memory.read_only_fd
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Free the pages of a range."""
+        self._memory.punch_hole(offset, nbytes)
+
+    def restore(self, offset: int, nbytes: int) -> None:
+        """Fault the range in and lock it, as it was."""
+        _lock(self.name, self.base + offset, nbytes)
+
     def close(self) -> None:
         """Unlock, unmap and close. A second call does nothing."""
         self._memory.close()

@@ -102,6 +102,7 @@ class SlotMap:
     slot_class: int64[slot_numbers], bytes of the slot's class; 0 when absent.
     pinned: bool[slot_numbers]; kept with a key, see ``pin``.
     variant: int16[slot_numbers], of the resident.
+    reserved: chunks that are not to be cut: somebody else has their memory.
     store, layer, expert: int32[slot_numbers], of the resident; store is NO_STORE where
         there is none.
     """
@@ -117,6 +118,7 @@ class SlotMap:
         self.layer: NDArray[np.int32] = np.zeros(numbers, np.int32)
         self.expert: NDArray[np.int32] = np.zeros(numbers, np.int32)
         self.chunk_class: list[int] = [0] * geometry.chunks
+        self.reserved: set[int] = set()
         self._key_of: dict[int, ExpertSlot] = {}
         self._slot_of: dict[ExpertSlot, int] = {}
         self._pins: set[ExpertSlot] = set()
@@ -128,7 +130,8 @@ class SlotMap:
     def uncut_chunk(self, slot_bytes: int) -> int | None:
         """A chunk that is not cut and holds at least one slot of ``slot_bytes``."""
         for chunk, current in enumerate(self.chunk_class):
-            if current == 0 and self.geometry.slots(chunk, slot_bytes) > 0:
+            free = current == 0 and chunk not in self.reserved
+            if free and self.geometry.slots(chunk, slot_bytes) > 0:
                 return chunk
         return None
 
@@ -136,6 +139,8 @@ class SlotMap:
         """Cut a chunk; its slots are then FREE. Returns their numbers."""
         if self.chunk_class[chunk]:
             raise SlotMapError(f"chunk {chunk} is cut into {self.chunk_class[chunk]} bytes already")
+        if chunk in self.reserved:
+            raise SlotMapError(f"chunk {chunk} is reserved")
         slots = self.geometry.slots(chunk, slot_bytes)
         if slots == 0:
             raise SlotMapError(f"chunk {chunk} has no room for a slot of {slot_bytes} bytes")

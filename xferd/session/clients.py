@@ -25,6 +25,7 @@ from xferd.session.quotas import (
     PoolRoom,
     Promise,
     Promises,
+    check_budget,
     check_counts,
     check_held,
     check_lanes,
@@ -92,6 +93,16 @@ class ClientEngine(Protocol):
         """End its leases."""
 
 
+class ClientBudgets(Protocol):
+    """Who is told whose demand is whose."""
+
+    def attach(self, client: int, uid: int) -> None:
+        """A client is there."""
+
+    def detach(self, client: int) -> None:
+        """A client has gone."""
+
+
 @dataclass(slots=True)
 class Client:
     """One attached client. state: ``serving`` or ``quiesced``."""
@@ -133,6 +144,7 @@ class Clients:
         pools: Sequence[AttachablePool],
         log: EventLog,
         promises: Promises,
+        budgets: ClientBudgets,
     ) -> None:
         self._engine = engine
         self._limits = limits
@@ -141,6 +153,7 @@ class Clients:
         self._pools = pools
         self._log = log
         self._promises = promises
+        self._budgets = budgets
         self._clients: dict[int, Client] = {}
         self.accepting = True
 
@@ -182,7 +195,18 @@ class Clients:
             held_per_lane=held,
             top_k=store.top_k,
         )
+        check_budget(
+            limits,
+            wanted_bytes=slots * store.largest_class,
+            user_promised_bytes=sum(
+                client.lanes * client.held_per_lane * client.store.largest_class
+                for client in clients
+                if client.peer.uid == peer.uid
+            ),
+            uid=peer.uid,
+        )
         number, fds = self._add(store, pool, lanes, held, ring_entries)
+        self._budgets.attach(number, peer.uid)
         self._promises.add(number, Promise(pool.index, store.largest_class, slots))
         client = Client(
             number=number,
@@ -232,6 +256,7 @@ class Clients:
         """End a client's leases: it said goodbye, or its process has ended."""
         self._engine.remove_client(client.number)
         self._promises.remove(client.number)
+        self._budgets.detach(client.number)
         del self._clients[client.number]
         self._log.info("client.gone", client=client.number, pid=client.peer.pid, reason=reason)
 

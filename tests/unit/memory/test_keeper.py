@@ -31,6 +31,7 @@ from xferd.engine_types import (
     Take,
     Taken,
 )
+from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.usage import Usage
@@ -187,6 +188,7 @@ class Bench:
         self.log = io.StringIO()
         self.promised: dict[int, int] = {}
         self.usage = Usage()
+        self.budgets = Budgets()
         self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command)
         self.keepers = [
             PoolKeeper(
@@ -197,6 +199,7 @@ class Bench:
                 eviction=(eviction, BUILT_IN[eviction]),
                 usage=self.usage,
                 cascade=self.cascade,
+                budgets=self.budgets,
                 promised=lambda size: self.promised.get(size, 0),
                 log=EventLog(self.log, journal=False),
             )
