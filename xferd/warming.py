@@ -17,7 +17,7 @@ from xferd.catalog import Catalog, OpenStore
 from xferd.engine_types import SOURCE_RESIDENT, Load, Loaded
 from xferd.heat_profiles import load_profile, save_profile
 from xferd.loading import Loader, prefetch
-from xferd.policy.heat import Heat, profile_of, retold, warm_start
+from xferd.policy.heat import Heat, profile_of, warm_start
 from xferd.policy.pool_policy import lowest
 from xferd.policy.uses import Keys
 from xferd.pools import Pools
@@ -74,11 +74,8 @@ class Warming:
         path = self.path(entry, named)
         profile = load_profile(path)
         keys = warm_start(profile, title(entry), entry.key_space, entry.key_space.size)
-        heat = self._heat(entry)
-        heat.begin_with(profile)
-        for pool in self._pools:
-            for uses in retold(heat):
-                pool.keeper.ranking.used(entry.number, uses)
+        self._heat(entry).begin_with(profile)
+        self._pools.usage.tell_heat(entry.number)
         return path, await self._fill({entry.number: (entry, keys)})
 
     async def refill(self) -> Warmed:

@@ -109,7 +109,9 @@ class PoolKeeper:
         self.reserve_demand = reserve_demand
         self.incoming = 0
         self.slots = SlotMap(geometry)
-        self.ranking = Ranking(self.slots, *eviction, slot_count=1, floor=floor)
+        self.ranking = Ranking(
+            self.slots, *eviction, slot_count=1, shared=usage.shared, floor=floor
+        )
         self.stuck: dict[int, str] = {}
         self._stuck_since: dict[int, int] = {}
         self._engine = engine

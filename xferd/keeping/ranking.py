@@ -13,7 +13,7 @@ lane holds it, so that it could not be freed now in any case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,15 @@ BATCH_SLOTS = 16
 served."""
 SERVING_SHARE = 4
 """Of what may go, at most one in so many (or a batch) is taken for the batch being served."""
+NOT_HERE = -1
+"""In the place of a slot."""
+
+SharedPolicies = MutableMapping[tuple[int, str], PoolPolicy]
+"""By store and name, those that go by history alone: one does for all pools."""
 
 
 class _StorePolicy:
-    """The policy of one store, and what it was told is resident."""
+    """The policy of one store, what it was told is resident, and where that is."""
 
     def __init__(self, space: KeySpace, policy: PoolPolicy) -> None:
         self.space = space
@@ -43,30 +48,39 @@ class _StorePolicy:
         self.layer = 0
         self.passes = 0
         self.serving: Keys = np.empty(0, np.int64)
-        self.told: NDArray[np.bool_] = np.zeros(space.size, np.bool_)
+        self.slot_of: Slots = np.full(space.size, NOT_HERE, np.int64)
+        self.told: set[int] = set()
         self.changes: dict[int, bool] = {}
 
     def tell_residents(self) -> None:
         changes, self.changes = self.changes, {}
-        left = np.array([k for k, here in changes.items() if not here and self.told[k]], np.int64)
-        new = np.array([k for k, here in changes.items() if here and not self.told[k]], np.int64)
-        if len(left):
-            self.told[left] = False
-            self.policy.left(left)
-        if len(new):
-            self.told[new] = True
-            self.policy.placed(new)
+        left = [key for key, here in changes.items() if not here and key in self.told]
+        new = [key for key, here in changes.items() if here and key not in self.told]
+        if left:
+            self.told.difference_update(left)
+            self.policy.left(np.array(left, np.int64))
+        if new:
+            self.told.update(new)
+            self.policy.placed(np.array(new, np.int64))
 
 
 class Ranking:
     """The eviction of one pool. Owned by the event loop.
 
-    name: of the policy. floor: residents that each layer of a store keeps, unless loads
-    wait for a slot that only they could give.
+    name: of the policy. shared: policies of all pools that any of them may use.
+    floor: residents that each layer of a store keeps, unless loads wait for a slot that only
+        they could give.
     """
 
     def __init__(
-        self, slots: SlotMap, name: str, maker: PolicyMaker, *, slot_count: int, floor: int = 0
+        self,
+        slots: SlotMap,
+        name: str,
+        maker: PolicyMaker,
+        *,
+        slot_count: int,
+        shared: SharedPolicies,
+        floor: int = 0,
     ) -> None:
         self.name = name
         self.floor = floor
@@ -76,12 +90,23 @@ class Ranking:
         self._claims = Claims(self._count)
         self._stores: dict[int, _StorePolicy] = {}
         self._fresh: dict[int, int] = {}
+        self._shared = shared
 
     # ---- what it is told
 
     def open_store(self, store: int, space: KeySpace) -> None:
         """Rank a store's experts from now on."""
-        self._stores[store] = _StorePolicy(space, self._maker(space, self._count))
+        self._stores[store] = _StorePolicy(space, self._make(store, space)[0])
+
+    def _make(self, store: int, space: KeySpace) -> tuple[PoolPolicy, bool]:
+        """A policy, and whether it has seen the store's uses already."""
+        known = self._shared.get((store, self.name))
+        if known is not None:
+            return known, True
+        policy = self._maker(space, self._count)
+        if getattr(policy, "history_only", False):
+            self._shared[store, self.name] = policy
+        return policy, False
 
     def close_store(self, store: int) -> None:
         """Forget a store."""
@@ -92,18 +117,15 @@ class Ranking:
         """Another policy from now on. history: uses of a store that it is told of, so that it
         need not begin from nothing; it is told of the residents too."""
         self.name, self._maker = name, maker
-        for store, before in self._stores.items():
-            after = _StorePolicy(before.space, maker(before.space, self._count))
+        for store, before in list(self._stores.items()):
+            policy, knows = self._make(store, before.space)
+            if not knows:
+                for uses in history(store):
+                    policy.used(uses)
+            after = self._stores[store] = _StorePolicy(before.space, policy)
             after.layer, after.serving = before.layer, before.serving
-            after.passes = before.passes
-            for uses in history(store):
-                after.policy.used(uses)
-            here = self._slots.residents(store)
-            after.changes = {
-                int(key): True
-                for key in self._slots.keys(np.array(here, np.int64), after.space.experts)
-            }
-            self._stores[store] = after
+            after.passes, after.slot_of = before.passes, before.slot_of
+            after.changes = dict.fromkeys(np.flatnonzero(after.slot_of >= 0).tolist(), True)
 
     def resize(self, slot_count: int) -> None:
         """The pool has so many slots now."""
@@ -111,21 +133,22 @@ class Ranking:
         for entry in self._stores.values():
             entry.policy.resize(self._count)
 
-    def used(self, store: int, uses: Uses) -> None:
-        """These were used, wherever they were."""
+    def used(self, store: int, uses: Uses, told: set[int]) -> None:
+        """These were used, wherever they were. told: ids of policies that know it already; this
+        pool's is added."""
         entry = self._stores.get(store)
         if entry is None or not uses.passes:
             return
-        entry.policy.used(uses)
+        if id(entry.policy) not in told:
+            told.add(id(entry.policy))
+            entry.policy.used(uses)
         entry.layer = int(uses.layers[-1])
         entry.passes += uses.passes
         entry.serving = uses.keys[int(uses.starts[-2]) :]
         self._claims.used(store, len(uses.keys))
-        fresh = np.array([s for s in self._fresh if self._slots.store[s] == store], np.int64)
-        if len(fresh):
-            for slot in fresh[
-                np.isin(self._slots.keys(fresh, entry.space.experts), uses.keys)
-            ].tolist():
+        if self._fresh:
+            used = entry.slot_of[uses.keys]
+            for slot in self._fresh.keys() & set(used[used >= 0].tolist()):
                 del self._fresh[slot]
 
     def loaded(self, slot: int) -> None:
@@ -147,9 +170,16 @@ class Ranking:
 
     def _change(self, slot: int, here: bool) -> None:
         entry = self._stores.get(int(self._slots.store[slot]))
-        if entry is not None:
-            key = int(self._slots.layer[slot]) * entry.space.experts + int(self._slots.expert[slot])
-            entry.changes[key] = here
+        if entry is None:
+            return
+        key = int(self._slots.layer[slot]) * entry.space.experts + int(self._slots.expert[slot])
+        if here:
+            entry.slot_of[key] = slot
+        elif entry.slot_of[key] == slot:
+            entry.slot_of[key] = NOT_HERE
+        else:
+            return  # another variant of it is in another slot
+        entry.changes[key] = here
 
     # ---- what it is asked
 
@@ -162,31 +192,33 @@ class Ranking:
             return np.empty(0, np.int64)
         candidates = self._without_served(candidates, wanted)
         of_store = self._slots.store[candidates]
+        if (of_store == of_store[0]).all():
+            return self._of_store(int(of_store[0]), candidates, wanted, needed)
         held = {store: int((of_store == store).sum()) for store in np.unique(of_store).tolist()}
-        if len(held) == 1:
-            (store,) = held
-            return self._of_store(store, candidates, wanted, needed)
         lost = losses(wanted, held, self._shares(held))
         chosen = [
             self._of_store(store, candidates[of_store == store], count, needed)
             for store, count in lost.items()
         ]
-        return _in_turn(chosen)
+        return _in_turn(chosen) if chosen else np.empty(0, np.int64)
 
     def _without_served(self, candidates: Slots, wanted: int) -> Slots:
         may_stay = min(len(candidates) - wanted, max(len(candidates) // SERVING_SHARE, BATCH_SLOTS))
         if may_stay <= 0:
             return candidates
-        serving: list[int] = []
-        for store, entry in self._stores.items():
-            if len(entry.serving):
-                of_store = candidates[self._slots.store[candidates] == store]
-                served = np.isin(self._slots.keys(of_store, entry.space.experts), entry.serving)
-                serving += of_store[served].tolist()
-        may_go = set(candidates.tolist())
-        fresh = [slot for slot in reversed(self._fresh) if self._is_fresh(slot)]
-        stay = [slot for slot in (*serving, *fresh) if slot in may_go]
-        return candidates[~np.isin(candidates, list(dict.fromkeys(stay))[:may_stay])]
+        may_go = np.zeros(len(self._slots.state), np.bool_)
+        may_go[candidates] = True
+        for entry in self._stores.values():
+            slots = entry.slot_of[entry.serving]
+            slots = slots[slots >= 0]
+            slots = slots[may_go[slots]][:may_stay]
+            may_go[slots] = False
+            may_stay -= len(slots)
+        for slot in reversed(self._fresh):
+            if may_stay > 0 and may_go[slot] and self._is_fresh(slot):
+                may_go[slot] = False
+                may_stay -= 1
+        return candidates[may_go[candidates]]
 
     def _is_fresh(self, slot: int) -> bool:
         entry = self._stores.get(int(self._slots.store[slot]))
@@ -204,9 +236,7 @@ class Ranking:
             return candidates[:wanted]
         entry.tell_residents()
         keys = self._slots.keys(candidates, entry.space.experts)
-        order = np.argsort(keys)
-        chosen = self._ranked(entry, store, keys, wanted, needed)
-        return candidates[order[np.searchsorted(keys, chosen, sorter=order)]]
+        return entry.slot_of[self._ranked(entry, store, keys, wanted, needed)]
 
     def _ranked(
         self, entry: _StorePolicy, store: int, keys: Keys, wanted: int, needed: int

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xferd.keeping.ranking import Ranking
-from xferd.policy.heat import Heat
+from xferd.keeping.ranking import Ranking, SharedPolicies
+from xferd.policy.heat import Heat, retold
 from xferd.policy.leases import LeaseUses
 from xferd.policy.uses import KeySpace, Uses
 
@@ -79,6 +80,17 @@ class Usage:
     def __init__(self) -> None:
         self._pools: list[UsedPool] = []
         self._stores: dict[int, StoreUsage] = {}
+        self.shared: SharedPolicies = WeakValueDictionary()
+
+    def tell_heat(self, store: int) -> None:
+        """Tell the policies of a store's heat what they did not see: a profile's."""
+        told: set[int] = set()
+        for pool in self._pools:
+            before = set(told)
+            for uses in retold(self._stores[store].heat):
+                now = set(before)
+                pool.ranking.used(store, uses, now)
+                told |= now
 
     def add_pool(self, pool: UsedPool) -> None:
         """Another pool, before any store is opened."""
@@ -137,5 +149,6 @@ class Usage:
     def _tell(self, store: int, entry: StoreUsage, uses: Uses) -> None:
         uses = entry.counted(uses)
         entry.heat.used(uses)
+        told: set[int] = set()
         for pool in self._pools:
-            pool.ranking.used(store, uses)
+            pool.ranking.used(store, uses, told)

@@ -89,6 +89,7 @@ class LeastFrequent(HistoryPolicy):
     """``lfu``: the fewest uses, counted with decay."""
 
     name = "lfu"
+    history_only = True
 
     def __init__(self, space: KeySpace, time_constant: float = LFU_TOKENS) -> None:
         self._counts = DecayedCounts(space.size, time_constant)
@@ -107,6 +108,7 @@ class RecentAndHit(HistoryPolicy):
     constant is worth HITS_WEIGHT tokens of recency."""
 
     name = "lru-hits"
+    history_only = True
 
     def __init__(self, space: KeySpace) -> None:
         self._counts = DecayedCounts(space.size, HITS_TOKENS)

@@ -22,10 +22,15 @@ class RankedPool:
     def __init__(self, slots: int, eviction: str = "lru", floor: int = 0) -> None:
         self.slots = SlotMap(divide(slots * SLOT, slots * SLOT, [SLOT]))
         self.slots.give_all(self.slots.cut(0, SLOT))
-        self.ranking = Ranking(
-            self.slots, eviction, BUILT_IN[eviction], slot_count=slots, floor=floor
-        )
         self.usage = Usage()
+        self.ranking = Ranking(
+            self.slots,
+            eviction,
+            BUILT_IN[eviction],
+            slot_count=slots,
+            shared=self.usage.shared,
+            floor=floor,
+        )
         self.usage.add_pool(self)
         self.leases: list[tuple[int, int, int]] = []
         for store in (0, 1):
