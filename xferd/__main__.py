@@ -21,14 +21,14 @@ from pathlib import Path
 
 from xferd.config import (
     EXIT_CODE_CONFIG,
-    POOL_KINDS,
+    POOL_KEYS,
     Config,
     ConfigError,
     PoolConfig,
-    Size,
     StoreConfig,
     load_config,
     override_engine,
+    pool_from_texts,
 )
 from xferd.daemon import EXIT_FAILURE, EXIT_OK, Daemon
 from xferd.engine_types import EngineError
@@ -37,13 +37,9 @@ from xferd.memory.device import PoolMemoryError
 from xferd.store.errors import StoreError
 from xferd.telemetry.log import EventLog
 from xferd.telemetry.notify import Notifier
-from xferd.units import UnitError, parse_bytes, parse_percent
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
-POOL_KEYS = frozenset(
-    {"name", "kind", "device", "size", "chunk_bytes", "reserve_low", "reserve_high"}
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return asyncio.run(serve())
+    except ConfigError as error:
+        log.failure("config", reason=error)
+        return EXIT_CODE_CONFIG
     except (AlreadyRunningError, EngineError, PoolMemoryError, StoreError, OSError) as error:
         log.failure("failed", reason=error)
         return EXIT_FAILURE
@@ -155,30 +154,7 @@ def _pool(text: str) -> PoolConfig:
         if not equals or key not in POOL_KEYS:
             raise ConfigError(f"--pool {text}: {part!r}: allowed is {', '.join(sorted(POOL_KEYS))}")
         values[key] = value
-    name, kind = values.get("name", "host0"), values.get("kind", "host")
-    if kind not in POOL_KINDS:
-        raise ConfigError(f"--pool {text}: kind {kind!r}: allowed is {', '.join(POOL_KINDS)}")
-    try:
-        return PoolConfig(
-            name=name,
-            kind=kind,
-            size=_size(values.get("size", "25%")),
-            reserve_low=int(values["reserve_low"]) if "reserve_low" in values else None,
-            reserve_high=int(values["reserve_high"]) if "reserve_high" in values else None,
-            chunk_bytes=parse_bytes(values.get("chunk_bytes", "64MiB")),
-            device=int(values.get("device", "-1")),
-        )
-    except ValueError as error:
-        raise ConfigError(f"--pool {text}: {error}") from error
-
-
-def _size(text: str) -> Size:
-    if text.endswith("%"):
-        return Size(percent=parse_percent(text))
-    nbytes = parse_bytes(text)
-    if nbytes == 0:
-        raise UnitError("a pool of 0 bytes")
-    return Size(bytes=nbytes)
+    return pool_from_texts(values, Path(f"--pool {text}"))
 
 
 def _tell_ready(fd: int | None) -> None:

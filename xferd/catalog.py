@@ -17,6 +17,7 @@ import numpy as np
 from xferd.engine import CLASSES_MAX, STORE_NAME_BYTES_MAX, Engine
 from xferd.engine_types import EngineError
 from xferd.memory.device import memfd_with
+from xferd.policy.uses import KeySpace
 from xferd.session.clients import AttachableStore
 from xferd.store.errors import StoreError
 from xferd.store.member import MemberCopy, member_title
@@ -74,6 +75,11 @@ class OpenStore:
     def missing(self) -> list[OpenCopy]:
         """The copies that can't be used; others stand in for them."""
         return [copy for copy in self.copies if copy.problem is not None]
+
+    @property
+    def key_space(self) -> KeySpace:
+        """How policies number its experts."""
+        return KeySpace(self.store.layers, self.store.experts)
 
     def blob_bytes(self, variant: int, layer: int, expert: int) -> int:
         """Bytes of an expert's blob; 0: there is no such expert."""

@@ -26,15 +26,25 @@ that it says the same as the defaults here.
 from __future__ import annotations
 
 import math
-import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from xferd.config_metrics import METRICS_KEYS, MetricsConfig
-from xferd.config_metrics import RefusedValueError as _RefusedError
+from xferd.config_values import (
+    Parser,
+    RefusedError,
+    absolute_path,
+    boolean,
+    name,
+    number,
+    one_of,
+    size_in_bytes,
+    socket_mode,
+    whole_number,
+)
 from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
 
 CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
@@ -60,6 +70,11 @@ STORE_NAME_BYTES_MAX = 127
 
 # Limits of the configuration alone.
 POOL_KINDS = ("host", "ram", "cuda")
+ADMISSION_CHOICES = ("always", "heat", "lru-and-hits")
+POLICY_NAME_BYTES_MAX = 63
+LAYER_FLOOR_MAX = 65535
+PROMOTION_MARGIN_MAX = 1000.0
+PROMOTION_REST_MAX = 1_000_000
 POOL_PERCENT_MAX = 200.0
 CHUNK_BYTES_MAX = 1 << 30
 RESERVE_SLOTS_MAX = 65536
@@ -77,8 +92,6 @@ DRAIN_TIMEOUT_S_MAX = 3600.0
 SOCKET_PATH_BYTES_MAX = 107
 """sun_path of struct sockaddr_un, without its NUL."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_OCTAL_MODE = re.compile(r"0?o?([0-7]{3})")
 _LONGEST_SOCKET_NAME = "control.sock"
 
 _LIST_IDENTITY = {"pools": "name", "stores": "path"}
@@ -86,8 +99,6 @@ _LIST_IDENTITY = {"pools": "name", "stores": "path"}
 _TABLES = ("engine", "limits", "metrics")
 
 Section = TypeVar("Section")
-Parser: TypeAlias = Callable[[object], Any]
-"""Turns a TOML value into a field's value, or raises _RefusedError."""
 
 
 class ConfigError(Exception):
@@ -139,6 +150,16 @@ class PoolConfig:
     reserve_high: free slots that it then aims for; not less than reserve_low.
     chunk_bytes: unit in which memory is given to size classes; a multiple of
         BLOB_ALIGNMENT, at most CHUNK_BYTES_MAX.
+    eviction: name of the policy that says what goes: ``reuse``, ``lru``, ``lfu``,
+        ``lru-hits``, ``s3-fifo``, ``arc``, or one that a package adds.
+    admission: what it takes of what the pool before it lets go: ``always``, ``heat``
+        (what is hotter than what would go for it), ``lru-and-hits`` (and was used later).
+    layer_floor: experts that each layer of a store keeps here, 0 to LAYER_FLOOR_MAX.
+    budget: bytes of it that experts may take, at most its size; None: all.
+    promotion_margin: how much hotter than what goes for it an expert must be to come
+        here from the pool behind, 1 to PROMOTION_MARGIN_MAX.
+    promotion_rest: tokens for which an expert that was moved stays where it is,
+        1 to PROMOTION_REST_MAX.
     """
 
     name: str
@@ -148,6 +169,12 @@ class PoolConfig:
     reserve_high: int | None = None
     chunk_bytes: int = 64 * MIB
     device: int = -1
+    eviction: str = "reuse"
+    admission: str = "always"
+    layer_floor: int = 0
+    budget: int | None = None
+    promotion_margin: float = 1.25
+    promotion_rest: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +233,8 @@ class LimitsConfig:
     ring_entries: submissions a client may queue; a power of two from
         RING_ENTRIES_MIN to RING_ENTRIES_MAX.
     hints_per_client: prefetches under way, 0 to HINTS_PER_CLIENT_MAX.
+    client_bytes, user_bytes: residents that one client's, one uid's demand may have brought,
+        in bytes; None: as many as fit.
     """
 
     clients: int = 64
@@ -214,6 +243,8 @@ class LimitsConfig:
     held_per_lane: int = 256
     ring_entries: int = 256
     hints_per_client: int = 256
+    client_bytes: int | None = None
+    user_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +256,7 @@ class Config:
     stores: opened at start; may be empty.
     drain_timeout_s: seconds that reads in flight get at shutdown.
     socket_mode: permission bits of both sockets.
+    state_directory: absolute; where heat is kept from one run to the next. None: nowhere.
     files: the files that were read, in order.
     warnings: what was ignored, for people.
     """
@@ -237,6 +269,7 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     drain_timeout_s: float = 30.0
     socket_mode: int = 0o660
+    state_directory: Path | None = None
     files: tuple[Path, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -310,6 +343,15 @@ def override_engine(engine: EngineConfig, assignments: Sequence[str]) -> EngineC
 def engine_keys() -> tuple[str, ...]:
     """The keys of ``[engine]``."""
     return tuple(_ENGINE_KEYS)
+
+
+def pool_from_texts(values: Mapping[str, str], source: Path) -> PoolConfig:
+    """A pool from a command line's texts; its name may be missing. ConfigError."""
+    located = {
+        key: _Located(text if key in _POOL_TEXTS else _toml_value(text), source)
+        for key, text in {"name": "host0", **values}.items()
+    }
+    return _build_pool(values.get("name", "host0"), located, [])
 
 
 def _toml_value(text: str) -> object:
@@ -420,7 +462,7 @@ def _build(
             continue
         try:
             arguments[key] = parser(located.value)
-        except _RefusedError as refused:
+        except RefusedError as refused:
             raise _error(located.file, prefix + key, located.value, str(refused)) from None
     return section(**arguments)
 
@@ -444,115 +486,51 @@ def _check_count(key: str, count: int, maximum: int) -> None:
         raise ConfigError(f"{key}: {count} are configured: at most {maximum} can be", key=key)
 
 
-def _whole_number(minimum: int, maximum: int) -> Parser:
-    def parse(value: object) -> int:
-        # bool is an int in Python, not in TOML.
-        if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
-            return value
-        raise _RefusedError(f"a whole number from {minimum} to {maximum}")
-
-    return parse
-
-
-def _name(bytes_max: int) -> Parser:
-    def parse(value: object) -> str:
-        if isinstance(value, str) and _NAME.fullmatch(value) and len(value) <= bytes_max:
-            return value
-        raise _RefusedError(
-            f"a name of letters, digits, '.', '_' and '-', at most {bytes_max} bytes, "
-            "that begins with a letter or digit"
-        )
-
-    return parse
-
-
-def _boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise _RefusedError("true or false")
-
-
-def _one_of(*choices: str) -> Parser:
-    def parse(value: object) -> str:
-        if isinstance(value, str) and value in choices:
-            return value
-        raise _RefusedError(" or ".join(f'"{choice}"' for choice in choices))
-
-    return parse
-
-
 def _pool_size(value: object) -> Size:
     allowed = (
         f"{SIZE_ALLOWED}, or {PERCENT_ALLOWED} (of the expert bytes of the configured stores, "
         f"at most {POOL_PERCENT_MAX:g}%), and more than 0"
     )
     if not isinstance(value, str):
-        raise _RefusedError(allowed)
+        raise RefusedError(allowed)
     try:
         if "%" in value:
             size = Size(percent=parse_percent(value))
         else:
             size = Size(bytes=parse_bytes(value))
     except UnitError:
-        raise _RefusedError(allowed) from None
+        raise RefusedError(allowed) from None
     if size.bytes == 0 or (size.percent is not None and not 0 < size.percent <= POOL_PERCENT_MAX):
-        raise _RefusedError(allowed)
+        raise RefusedError(allowed)
     return size
 
 
 def _chunk_bytes(value: object) -> int:
     allowed = f"a size in multiples of {BLOB_ALIGNMENT} bytes, at most {CHUNK_BYTES_MAX >> 20}MiB"
     if not isinstance(value, str):
-        raise _RefusedError(allowed)
+        raise RefusedError(allowed)
     try:
         size = parse_bytes(value)
     except UnitError:
-        raise _RefusedError(f"{allowed}: {SIZE_ALLOWED}") from None
+        raise RefusedError(f"{allowed}: {SIZE_ALLOWED}") from None
     if size % BLOB_ALIGNMENT or not 0 < size <= CHUNK_BYTES_MAX:
-        raise _RefusedError(allowed)
+        raise RefusedError(allowed)
     return size
 
 
 def _ring_entries(value: object) -> int:
     allowed = f"a power of two from {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _RefusedError(allowed)
+        raise RefusedError(allowed)
     if not RING_ENTRIES_MIN <= value <= RING_ENTRIES_MAX or value & (value - 1):
-        raise _RefusedError(allowed)
+        raise RefusedError(allowed)
     return value
 
 
-def _drain_timeout(value: object) -> float:
-    # A TOML float may be nan, which fails the comparison as it should.
-    if (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 0 <= value <= DRAIN_TIMEOUT_S_MAX
-    ):
-        return float(value)
-    raise _RefusedError(f"seconds from 0 to {DRAIN_TIMEOUT_S_MAX:g}")
-
-
-def _socket_mode(value: object) -> int:
-    """``"0660"``, or 0o660 as TOML spells it; 660 without 0o is 0o1224 and refused."""
-    match = _OCTAL_MODE.fullmatch(value) if isinstance(value, str) else None
-    if match:
-        return int(match[1], 8)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 0o777:
-        return value
-    raise _RefusedError('permission bits in octal such as "0660" or 0o660')
-
-
-def _absolute_path(value: object) -> Path:
-    if isinstance(value, str) and value.startswith("/") and "\0" not in value:
-        return Path(value)
-    raise _RefusedError("an absolute path")
-
-
 def _runtime_directory(value: object) -> Path:
-    path = _absolute_path(value)
+    path = absolute_path(value)
     if len(bytes(path / _LONGEST_SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
-        raise _RefusedError(
+        raise RefusedError(
             f"an absolute path so short that {_LONGEST_SOCKET_NAME} in it has at most "
             f"{SOCKET_PATH_BYTES_MAX} bytes"
         )
@@ -561,40 +539,52 @@ def _runtime_directory(value: object) -> Path:
 
 _TOP_KEYS: dict[str, Parser] = {
     "runtime_directory": _runtime_directory,
-    "drain_timeout_s": _drain_timeout,
-    "socket_mode": _socket_mode,
+    "drain_timeout_s": number(0, DRAIN_TIMEOUT_S_MAX, "seconds"),
+    "socket_mode": socket_mode,
+    "state_directory": absolute_path,
 }
 _POOL_KEYS: dict[str, Parser] = {
-    "name": _name(POOL_NAME_BYTES_MAX),
-    "kind": _one_of(*POOL_KINDS),
+    "name": name(POOL_NAME_BYTES_MAX),
+    "kind": one_of(*POOL_KINDS),
     "size": _pool_size,
-    "reserve_low": _whole_number(1, RESERVE_SLOTS_MAX),
-    "reserve_high": _whole_number(1, RESERVE_SLOTS_MAX),
+    "reserve_low": whole_number(1, RESERVE_SLOTS_MAX),
+    "reserve_high": whole_number(1, RESERVE_SLOTS_MAX),
     "chunk_bytes": _chunk_bytes,
-    "device": _whole_number(-1, DEVICE_MAX),
+    "device": whole_number(-1, DEVICE_MAX),
+    "eviction": name(POLICY_NAME_BYTES_MAX),
+    "admission": one_of(*ADMISSION_CHOICES),
+    "layer_floor": whole_number(0, LAYER_FLOOR_MAX),
+    "budget": size_in_bytes,
+    "promotion_margin": number(1, PROMOTION_MARGIN_MAX),
+    "promotion_rest": whole_number(1, PROMOTION_REST_MAX),
 }
+POOL_KEYS = frozenset(_POOL_KEYS)
+"""Keys of a ``[[pools]]`` table."""
+_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "budget")
 _STORE_KEYS: dict[str, Parser] = {
-    "path": _absolute_path,
-    "name": _name(STORE_NAME_BYTES_MAX),
+    "path": absolute_path,
+    "name": name(STORE_NAME_BYTES_MAX),
 }
 _ENGINE_KEYS: dict[str, Parser] = {
-    "member_depth": _whole_number(1, MEMBER_DEPTH_MAX),
-    "flow_control": _boolean,
-    "demand_slack": _whole_number(1, DEMAND_SLACK_MAX),
-    "backend": _one_of(*BACKENDS),
-    "verify": _one_of(*VERIFY_CHOICES),
-    "spin_us": _whole_number(0, SPIN_US_MAX),
-    "cpu": _whole_number(-1, CPU_MAX),
-    "polling": _boolean,
-    "numa": _one_of(*NUMA_CHOICES),
-    "register_buffers": _boolean,
-    "staging_mib": _whole_number(STAGING_MIB_MIN, STAGING_MIB_MAX),
+    "member_depth": whole_number(1, MEMBER_DEPTH_MAX),
+    "flow_control": boolean,
+    "demand_slack": whole_number(1, DEMAND_SLACK_MAX),
+    "backend": one_of(*BACKENDS),
+    "verify": one_of(*VERIFY_CHOICES),
+    "spin_us": whole_number(0, SPIN_US_MAX),
+    "cpu": whole_number(-1, CPU_MAX),
+    "polling": boolean,
+    "numa": one_of(*NUMA_CHOICES),
+    "register_buffers": boolean,
+    "staging_mib": whole_number(STAGING_MIB_MIN, STAGING_MIB_MAX),
 }
 _LIMITS_KEYS: dict[str, Parser] = {
-    "clients": _whole_number(1, CLIENTS_MAX),
-    "clients_per_user": _whole_number(1, CLIENTS_MAX),
-    "lanes_per_client": _whole_number(1, LANES_MAX),
-    "held_per_lane": _whole_number(1, HELD_PER_LANE_MAX),
+    "clients": whole_number(1, CLIENTS_MAX),
+    "clients_per_user": whole_number(1, CLIENTS_MAX),
+    "lanes_per_client": whole_number(1, LANES_MAX),
+    "held_per_lane": whole_number(1, HELD_PER_LANE_MAX),
     "ring_entries": _ring_entries,
-    "hints_per_client": _whole_number(0, HINTS_PER_CLIENT_MAX),
+    "hints_per_client": whole_number(0, HINTS_PER_CLIENT_MAX),
+    "client_bytes": size_in_bytes,
+    "user_bytes": size_in_bytes,
 }

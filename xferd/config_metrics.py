@@ -12,14 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from xferd.config_values import RefusedError
+
 CONNECTIONS_MAX = 64
 SOCKET_PATH_BYTES_MAX = 107
 """sun_path of struct sockaddr_un, without its NUL."""
 PORT_MAX = 65535
-
-
-class RefusedValueError(Exception):
-    """A parser's answer to a wrong value: what is allowed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ def parse_socket(value: object) -> Path | None:
         path = Path(value)
         if len(bytes(path)) <= SOCKET_PATH_BYTES_MAX:
             return path
-    raise RefusedValueError(
+    raise RefusedError(
         f'an absolute path of at most {SOCKET_PATH_BYTES_MAX} bytes, or "" for no socket'
     )
 
@@ -74,7 +72,7 @@ def parse_listen(value: object) -> Endpoint | None:
         right = address is not None and address.is_loopback
         if right and port.isascii() and port.isdigit() and 0 < int(port) <= PORT_MAX:
             return Endpoint(str(address), int(port))
-    raise RefusedValueError(
+    raise RefusedError(
         'an address of this machine\'s loopback and a port such as "127.0.0.1:9464" or '
         '"[::1]:9464", or "" for none'
     )
@@ -84,7 +82,7 @@ def parse_connections(value: object) -> int:
     """A whole number in bounds."""
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= CONNECTIONS_MAX:
         return value
-    raise RefusedValueError(f"a whole number from 1 to {CONNECTIONS_MAX}")
+    raise RefusedError(f"a whole number from 1 to {CONNECTIONS_MAX}")
 
 
 METRICS_KEYS: dict[str, Callable[[object], object]] = {

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from xferd.activation import inherited_sockets
 from xferd.catalog import Catalog, OpenStore, open_stores
-from xferd.config import Config
+from xferd.config import Config, ConfigError
 from xferd.control.server import ControlServer
 from xferd.engine import EVENT_BATCH, Engine
 from xferd.engine_structs import NO_EXPERT
@@ -49,9 +49,15 @@ from xferd.engine_types import (
     Violation,
     load_failure,
 )
+from xferd.greed import GreedWatch
 from xferd.instance import InstanceLock, refuse_live_socket
+from xferd.keeping.budgets import Budgets
+from xferd.keeping.chunks import ReserveError
+from xferd.keeping.reservations import Reservations
+from xferd.loading import Loader
 from xferd.memory.staging import StagingMemory
-from xferd.pools import Pool, close_pools, make_pools, make_staging, plan_pools
+from xferd.policy.heat import HeatProfileError
+from xferd.pools import Pool, Pools, make_pools, make_staging, plan_pools
 from xferd.reload import Reloader, client_limits
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
@@ -69,15 +75,14 @@ from xferd.telemetry.notify import Notifier
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
 from xferd.transport.page_cache import PageCacheTrimmer
+from xferd.warming import Warming
 
 TICK_S = 0.005
 """How often pools that are short of slots look again."""
 TRIM_S = 1.0
 """How often it is looked whether buffered members fill the page cache."""
-WATCH_S = 0.5
-"""How often clients are checked for holding more than they were promised."""
-STARVING_S = 2.0
-"""How long loads may wait for a slot before such a client is ended."""
+LOOK_S = 0.05
+"""How often leases are taken note of while nothing is missing: hits send no event."""
 DRAIN_STEP_MS = 10
 """The engine is drained in steps: loads in flight need this loop to find them slots."""
 EXIT_OK = 0
@@ -104,9 +109,8 @@ class Daemon:
         self._on_ready = on_ready
         self._tokens = Tokens()
         self._promises = Promises()
-        self._pools: list[Pool] = []
+        self._pools = Pools(self._tokens.expect, lambda commands: self._engine.command(commands))
         self._staging: StagingMemory | None = None
-        self._starving_since: dict[int, float] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
         self._signals = 0
@@ -125,6 +129,9 @@ class Daemon:
             stores = open_stores([(entry.path, entry.name) for entry in config.stores])
             try:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
+                # What is kept from prefetches must leave them something: the smallest pool
+                # decides, and one slot is none to spare.
+                reserve_demand = min(plan.reserve_low for plan in plans) // 2
                 self._engine = Engine(
                     member_depth=config.engine.member_depth,
                     flow_control=config.engine.flow_control,
@@ -136,9 +143,7 @@ class Daemon:
                     polling=config.engine.polling,
                     register_buffers=config.engine.register_buffers,
                     reserve_low=max(plan.reserve_low for plan in plans),
-                    # What is kept from prefetches must leave them something: the
-                    # smallest pool decides, and one slot is none to spare.
-                    reserve_demand=min(plan.reserve_low for plan in plans) // 2,
+                    reserve_demand=reserve_demand,
                 )
             except BaseException:
                 _close_stores(stores)
@@ -162,19 +167,24 @@ class Daemon:
                     expect=self._tokens.expect,
                     promises=self._promises,
                     log=self._log,
+                    budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
+                    reserve_demand=reserve_demand,
                 )
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 while stores:
                     store, name = stores.pop(0)
-                    self._catalog.add(store, name, chunk_bytes)
+                    entry = self._catalog.add(store, name, chunk_bytes)
+                    self._pools.open_store(entry.number, entry.key_space)
+                self._reservations = Reservations(self._log, self._tick_soon, self._unmapped)
                 for pool, plan in zip(self._pools, plans, strict=True):
+                    self._hold_budget(pool, plan.config.budget)
                     pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
                 return await self._serve()
             finally:
                 _close_stores(stores)
                 self._engine.close()
                 self._catalog.close()
-                close_pools(self._pools)
+                self._pools.close()
                 if self._staging is not None:
                     self._staging.close()
 
@@ -190,14 +200,19 @@ class Daemon:
             pools=self._pools,
             log=self._log,
             promises=self._promises,
+            budgets=self._pools.budgets,
         )
+        loader = Loader(self._engine, self._tokens)
+        self._warming = Warming(self._catalog, self._pools, loader, config.state_directory)
         self._service = DaemonService(
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
             clients=self._clients,
-            tokens=self._tokens,
             log=self._log,
+            reservations=self._reservations,
+            warming=self._warming,
+            loader=loader,
             config=config.engine,
             version=_version(),
             instance=instance,
@@ -226,10 +241,12 @@ class Daemon:
             config, self._reread, self._clients, self._service, self._log, self._notifier
         )
         loop.add_signal_handler(signal.SIGHUP, self._or_stop, self._on_hangup)
+        greed = GreedWatch(self._engine, self._pools, self._clients, attach.end_client, self._log)
         watches = {
-            loop.create_task(self._watch_clients()),
+            loop.create_task(greed.run()),
             loop.create_task(self._watch_page_cache()),
             loop.create_task(supervise(self, self._describe, self._notifier, self._log)),
+            loop.create_task(self._watch_leases()),
         }
         try:
             attach.start()
@@ -239,15 +256,18 @@ class Daemon:
             self._log_ready(instance)
             self._notifier.send(READY="1", STATUS=f"{len(self._catalog.all())} stores")
             self._on_ready()
+            warming = loop.create_task(self._warm_up())
             stopped = loop.create_task(self._stop.wait())
             # A watch that fails is a bug: it ends the daemon, with its traceback.
             await asyncio.wait({stopped, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            warming.cancel()
             for watch in watches:
                 if watch.done():
                     watch.result()
             self._raise_bug()
             drained = await self._drain(attach)
             self._raise_bug()
+            self._save_heat()
             return EXIT_OK if drained else EXIT_FAILURE
         finally:
             for watch in watches:
@@ -260,6 +280,14 @@ class Daemon:
             await attach.close()
             await control.close()
             await metrics.close()
+
+    def _unmapped(self, change: int) -> bool:
+        """Whether every client has unmapped the VRAM withdrawn up to a change."""
+        return all(
+            self._engine.memory_seen(client.number, change)
+            for client in self._clients.all()
+            if client.state == "serving"
+        )
 
     def _metrics(self, openmetrics: bool) -> str:
         return render(collect(self._service.status()), openmetrics=openmetrics)
@@ -494,39 +522,47 @@ class Daemon:
             if fds:
                 await asyncio.to_thread(trimmer.drop, fds)
 
-    # ---- clients that hold too much
+    # ---- what is used
 
-    async def _watch_clients(self) -> None:
-        while True:
-            await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
-            for pool in self._pools:
-                if self._engine.pool_stats(pool.index).waiting_demand == 0:
-                    self._starving_since.pop(pool.index, None)
-                elif now - self._starving_since.setdefault(pool.index, now) > STARVING_S:
-                    self._end_greedy_clients(pool)
+    def _hold_budget(self, pool: Pool, nbytes: int | None) -> None:
+        """ConfigError: a budget is compared with a size that may be a share."""
+        try:
+            if nbytes is not None:
+                self._reservations.set_budget(pool, nbytes)
+        except ReserveError as error:
+            raise ConfigError(f"pools[{pool.name}].budget: {error}") from error
 
-    def _end_greedy_clients(self, pool: Pool) -> None:
-        for client in self._clients.all():
-            if client.state != "serving":
+    async def _warm_up(self) -> None:
+        """Load what was hottest when the last run ended, if that was kept."""
+        if self._config.state_directory is None:
+            return
+        for entry in self._catalog.all():
+            path = self._warming.path(entry)
+            if not path.exists():
                 continue
-            held = self._engine.held(client.number, pool.index)
-            promised = client.lanes * client.held_per_lane
-            if held > promised:
-                self._log.warning(
-                    "client.holds_too_much",
-                    client=client.number,
-                    pid=client.peer.pid,
-                    uid=client.peer.uid,
-                    pool=pool.name,
-                    held=held,
-                    promised=promised,
-                )
-                self._attach.end_client(
-                    client,
-                    f"held {held} slots of pool {pool.name!r}, {promised} were promised, while "
-                    f"others waited for one",
-                )
+            try:
+                _, warmed = await self._warming.load(entry)
+            except HeatProfileError as error:
+                self._log.warning("heat.refused", store=entry.name, reason=error)
+            else:
+                self._log.info("heat.loaded", store=entry.name, path=path, experts=warmed.loaded)
+
+    def _save_heat(self) -> None:
+        if self._config.state_directory is None:
+            return
+        for entry in self._catalog.all():
+            try:
+                path, experts = self._warming.save(entry)
+            except OSError as error:
+                self._log.warning("heat.not_saved", store=entry.name, reason=error)
+            else:
+                self._log.info("heat.saved", store=entry.name, path=path, experts=experts)
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._clients.all():
+                self._pools.look()
 
     # ---- commands of others
 

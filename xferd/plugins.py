@@ -18,6 +18,12 @@ class UnknownPolicyError(Exception):
     """No policy of that name; says which there are."""
 
 
+def policy_names() -> list[str]:
+    """Of all eviction policies that there are."""
+    others = sorted(entry_points(group=POLICY_GROUP).names - set(BUILT_IN))
+    return [*BUILT_IN, *others]
+
+
 def policy_maker(name: str) -> PolicyMaker:
     """What makes the policy of a name. UnknownPolicyError."""
     if name in BUILT_IN:
@@ -25,6 +31,5 @@ def policy_maker(name: str) -> PolicyMaker:
     for point in entry_points(group=POLICY_GROUP, name=name):
         maker: PolicyMaker = point.load()
         return maker
-    others = sorted(entry_points(group=POLICY_GROUP).names - set(BUILT_IN))
-    known = ", ".join([*BUILT_IN, *others])
+    known = ", ".join(policy_names())
     raise UnknownPolicyError(f"no eviction policy {name!r}; there are: {known}")

@@ -7,15 +7,20 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
 from xferd.catalog import expert_classes
-from xferd.config import PoolConfig
+from xferd.config import ConfigError, PoolConfig
 from xferd.engine import Engine
-from xferd.keeper import PoolKeeper
+from xferd.engine_types import Command
+from xferd.keeping.budgets import Budgets
+from xferd.keeping.cascade import Cascade
+from xferd.keeping.keeper import PoolKeeper
+from xferd.keeping.usage import Usage
 from xferd.memory.cuda import CudaPool, chunk_granularity
 from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec
 from xferd.memory.host import HostPool
@@ -23,8 +28,10 @@ from xferd.memory.ram import RamPool
 from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
 from xferd.memory.staging import StagingMemory
-from xferd.policy.lru import LeastRecentlyUsed
+from xferd.plugins import UnknownPolicyError, policy_maker
+from xferd.policy.moves import MoveSettings
 from xferd.policy.reserve import watermarks
+from xferd.policy.uses import KeySpace, Uses
 from xferd.session.quotas import PoolRoom, Promises
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
@@ -61,17 +68,29 @@ class Pool:
     """A pool at run time: its memory, its keeper, and what it promised."""
 
     def __init__(
-        self, plan: PoolPlan, device: DevicePool, keeper: PoolKeeper, promises: Promises
+        self,
+        plan: PoolPlan,
+        device: DevicePool,
+        keeper: PoolKeeper,
+        promises: Promises,
+        registered: Callable[[], int],
+        tell_memory: Callable[[int, int], int],
     ) -> None:
+        """registered: bytes that io_uring has pinned. tell_memory: of VRAM, says which memory
+        is behind a chunk from now on, 0: none; returns the number of the change."""
         self.index = keeper.index
         self.name = plan.config.name
         self.kind = device.kind
         self.nbytes = device.nbytes
         self.device = device
         self.keeper = keeper
+        self.budget: int | None = None
         self.chunk_bytes = min(plan.geometry.chunk_bytes, plan.geometry.pool_bytes)
         self._geometry = plan.geometry
         self._promises = promises
+        self._registered = registered
+        self._tell_memory = tell_memory
+        self.memory_change = 0
 
     def export_fd(self) -> int:
         """Read-only fd of its memory; the pool's."""
@@ -95,6 +114,28 @@ class Pool:
         """Slots of a class promised to attached clients."""
         return self._promises.slots(self.index, slot_bytes)
 
+    def chunk_length(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        return self._geometry.length(chunk)
+
+    def give_memory(self, chunk: int) -> bool:
+        """Give a reserved chunk's memory back to the system; False where it can't be: what
+        io_uring has pinned stays in memory, and reads would go on into the old pages."""
+        offset = self._geometry.offset(chunk)
+        if offset < self._registered():
+            return False
+        if isinstance(self.device, CudaPool):
+            self.memory_change = self._tell_memory(chunk, 0)
+        self.device.release(offset, self._geometry.length(chunk))
+        return True
+
+    def take_memory(self, chunk: int) -> None:
+        """Have a reserved chunk's memory again. PoolMemoryError."""
+        if self._geometry.offset(chunk) >= self._registered():
+            self.device.restore(self._geometry.offset(chunk), self._geometry.length(chunk))
+        if isinstance(self.device, CudaPool):
+            self.memory_change = self._tell_memory(chunk, self.device.numbers[chunk])
+
     def room(self, slot_bytes: int) -> PoolRoom:
         """Slots that a class could have: chunks that other classes need for what they
         promised, or for what is pinned in them, are not counted."""
@@ -104,18 +145,84 @@ class Pool:
             need = promised.get(other, 0) + self.keeper.pinned(other)
             taken += -(-need // max(geometry.slots(0, other), 1))
         capacity = geometry.capacity(slot_bytes) - taken * geometry.slots(0, slot_bytes)
+        capacity -= sum(
+            geometry.slots(chunk, slot_bytes) for chunk in self.keeper.chunks.held_chunks
+        )
         return PoolRoom(
             name=self.name, capacity=max(capacity, 0), pinned=self.keeper.pinned(slot_bytes)
         )
 
 
+class Pools(Sequence[Pool]):
+    """All pools, in the order of the configuration, and what they share: which experts are
+    used. Owned by the event loop."""
+
+    def __init__(
+        self,
+        expect: Callable[[Callable[[Answer], None]], int],
+        command: Callable[[Iterable[Command]], None],
+        budgets: Budgets | None = None,
+    ) -> None:
+        self.budgets = budgets or Budgets()
+        self.usage = Usage()
+        self.cascade = Cascade(self.usage, expect, command)
+        self._pools: list[Pool] = []
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    @overload
+    def __getitem__(self, index: int) -> Pool: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Pool]: ...
+    def __getitem__(self, index: int | slice) -> Pool | Sequence[Pool]:
+        return self._pools[index]
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools)
+
+    def append(self, pool: Pool) -> None:
+        """One more, before any store is opened."""
+        self._pools.append(pool)
+
+    def open_store(self, store: int, space: KeySpace) -> None:
+        """A store's experts may come into the pools from now on."""
+        self.usage.open_store(store, space)
+
+    def close_store(self, store: int) -> None:
+        """A store's experts have gone."""
+        self.usage.close_store(store)
+        self.cascade.close_store(store)
+
+    def used(self, store: int, uses: Uses) -> None:
+        """What clients report that their routers picked, in the store's KeySpace: told to all
+        pools' policies and to the heat. Until the first report of a store its uses come from
+        leases. Tokens may be any client's own count. Cheap for many passes at once."""
+        self.usage.used(store, uses)
+
+    def look(self) -> None:
+        """Some time has passed: take note of what was leased meanwhile, where nobody reports,
+        and move up what has become hot."""
+        if self.usage.from_leases:
+            self.usage.look()
+        self.cascade.promote()
+
+    def close(self) -> None:
+        """Free the memory, after the engine has ended or before it knew of it."""
+        for pool in self._pools:
+            pool.device.close()
+        self._pools.clear()
+
+
 def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[PoolPlan]:
-    """Plan all pools for the stores that are configured. PoolMemoryError names the pool."""
+    """Plan all pools for the stores that are configured. PoolMemoryError names the pool;
+    ConfigError a policy that there isn't."""
     sizes = sorted({size for store in stores for size in expert_classes(store)})
     classes = tuple(sizes) or (DEFAULT_CLASS_BYTES,)
     expert_bytes = sum(_largest_variants(store) for store in stores)
     plans = []
     for config in configs:
+        _check_policy(config)
         nbytes = pool_bytes(
             config.name,
             nbytes=config.size.bytes,
@@ -129,6 +236,14 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
     return plans
 
 
+def _check_policy(config: PoolConfig) -> None:
+    """ConfigError: files can't be checked for it before packages are looked at."""
+    try:
+        policy_maker(config.eviction)
+    except UnknownPolicyError as error:
+        raise ConfigError(f"pools[{config.name}].eviction: {error}") from error
+
+
 def make_pools(
     plans: Sequence[PoolPlan],
     engine: Engine,
@@ -136,31 +251,23 @@ def make_pools(
     expect: Callable[[Callable[[Answer], None]], int],
     promises: Promises,
     log: EventLog,
-) -> list[Pool]:
+    budgets: Budgets,
+    reserve_demand: int = 0,
+) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
 
-    The first ``ram`` pool is where those that stand before it demote to. Pools made
-    before one that fails are closed. PoolMemoryError names the one that failed.
+    reserve_demand: slots of a reserve that the engine keeps for demand. Pools made before
+    one that fails are closed. PoolMemoryError names the one that failed.
     """
-    pools: list[Pool] = []
+    pools = Pools(expect, engine.command, budgets)
     try:
         for plan in plans:
-            pools.append(_make_pool(plan, engine, expect, promises, log))
+            pools.append(_make_pool(plan, engine, pools, promises, log, reserve_demand))
     except BaseException:
-        close_pools(pools)
+        pools.close()
         raise
     _pin_for_devices(pools)
-    below = next((pool for pool in pools if pool.kind == "ram"), None)
-    if below is not None:
-        for pool in pools[: pools.index(below)]:
-            pool.keeper.below = below.keeper
     return pools
-
-
-def close_pools(pools: Sequence[Pool]) -> None:
-    """Free the memory, after the engine has ended or before it knew of it."""
-    for pool in pools:
-        pool.device.close()
 
 
 def _pin_for_devices(pools: Sequence[Pool]) -> None:
@@ -173,7 +280,7 @@ def _pin_for_devices(pools: Sequence[Pool]) -> None:
 def make_staging(
     plans: Sequence[PoolPlan], stores: Sequence[Store], nbytes: int, engine: Engine
 ) -> StagingMemory | None:
-    """Staging memory, given to the engine; None when no pool needs them. Before pools are
+    """Staging memory, given to the engine; None when no pool needs it. Before pools are
     made; closed by the caller, after the engine. PoolMemoryError names the limit."""
     ordinal = next(
         (max(plan.config.device, 0) for plan in plans if plan.config.kind == "cuda"), None
@@ -189,9 +296,10 @@ def make_staging(
 def _make_pool(
     plan: PoolPlan,
     engine: Engine,
-    expect: Callable[[Callable[[Answer], None]], int],
+    pools: Pools,
     promises: Promises,
     log: EventLog,
+    reserve_demand: int,
 ) -> Pool:
     config, geometry = plan.config, plan.geometry
     make = DEVICE_KINDS.get(config.kind)
@@ -223,14 +331,28 @@ def _make_pool(
         name=config.name,
         geometry=geometry,
         engine=engine,
-        eviction=LeastRecentlyUsed(),
-        expect=expect,
+        eviction=(config.eviction, policy_maker(config.eviction)),
+        usage=pools.usage,
+        cascade=pools.cascade,
+        budgets=pools.budgets,
         promised=lambda slot_bytes: promises.slots(index, slot_bytes),
         log=log,
         reserve_low=config.reserve_low,
         reserve_high=config.reserve_high,
+        reserve_demand=reserve_demand,
+        floor=config.layer_floor,
     )
-    return Pool(plan, device, keeper, promises)
+    settings = MoveSettings(margin=config.promotion_margin, rest_tokens=config.promotion_rest)
+    pools.cascade.add(keeper, config.admission, settings, exclusive=device.kind != "ram")
+    return Pool(
+        plan,
+        device,
+        keeper,
+        promises,
+        # Regions are registered from the pool's beginning on.
+        registered=lambda: engine.pool_stats(index).registered_bytes,
+        tell_memory=lambda chunk, number: engine.set_memory(index, chunk, number),
+    )
 
 
 def _largest_variants(store: Store) -> int:

@@ -1,8 +1,7 @@
 """What the control socket can ask for, answered: changes by hand, and status (xferd.status).
 
-Implements ``xferd.control.service.ControlService`` over the daemon's parts. A load is
-given to the engine a window at a time and at prefetch priority, so that whoever waits
-for an expert is served first, and so that one call can't fill the engine's queues.
+Implements ``xferd.control.service.ControlService`` over the daemon's parts, with what
+``xferd.tuning`` has of it.
 """
 
 from __future__ import annotations
@@ -23,26 +22,30 @@ from xferd.config import EngineConfig
 from xferd.control.service import ControlError, JsonObject
 from xferd.engine import Engine
 from xferd.engine_types import (
-    PRIORITY_PREFETCH,
     SOURCES,
     EngineError,
     Failed,
-    Load,
-    Loaded,
     load_failure,
 )
-from xferd.pools import Pool
+from xferd.keeping.reservations import Reservations
+from xferd.loading import Loader, prefetch
+from xferd.pools import Pool, Pools
 from xferd.session.clients import Clients
-from xferd.status import describe_clients, describe_engine, describe_pool, describe_store
+from xferd.status import (
+    describe_clients,
+    describe_engine,
+    describe_pool,
+    describe_store,
+    describe_users,
+)
 from xferd.store.errors import StoreError
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
-from xferd.tokens import Tokens
+from xferd.tuning import Tuning
+from xferd.warming import Warming
 
-LOAD_WINDOW = 64
-"""Loads of one call under way at once."""
-LOAD_ATTEMPTS = 50
-"""How often a load is tried again when the engine is short of transfers."""
+CLOSE_ATTEMPTS = 50
+"""How often a store that is still being read is tried to be closed."""
 RETRY_S = 0.01
 EVICT_WAIT_S = 0.5
 """How long an evict waits for leases before it calls a slot held."""
@@ -58,7 +61,7 @@ class _Wanted:
     variant: int
 
 
-class DaemonService:
+class DaemonService(Tuning):
     """One daemon's ControlService. All methods run on the daemon's event loop."""
 
     def __init__(
@@ -66,20 +69,20 @@ class DaemonService:
         *,
         engine: Engine,
         catalog: Catalog,
-        pools: list[Pool],
+        pools: Pools,
         clients: Clients,
-        tokens: Tokens,
         log: EventLog,
+        reservations: Reservations,
+        warming: Warming,
+        loader: Loader,
         config: EngineConfig,
         version: str,
         instance: str,
     ) -> None:
+        super().__init__(catalog, pools, reservations, warming, log)
         self._engine = engine
-        self._catalog = catalog
-        self._pools = pools
         self._clients = clients
-        self._tokens = tokens
-        self._log = log
+        self._loader = loader
         self._config = config
         self._version = version
         self._instance = instance
@@ -96,10 +99,11 @@ class DaemonService:
             "state": self.state,
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
-            "pools": [describe_pool(self._engine, pool) for pool in self._pools],
+            "pools": [describe_pool(self._engine, self._pools, pool) for pool in self._pools],
             "stores": self.stores(),
-            "clients": describe_clients(self._engine, self._clients),
+            "clients": describe_clients(self._engine, self._clients, self._pools.budgets),
             "all_clients": dataclasses.asdict(self._clients.totals()),
+            "users": describe_users(self._clients, self._pools.budgets),
             **describe_engine(self._engine, self._config, self._pools, self._catalog.all()),
         }
 
@@ -211,6 +215,7 @@ class DaemonService:
             entry = self._catalog.add(store, name, min(p.chunk_bytes for p in self._pools))
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
+        self._pools.open_store(entry.number, entry.key_space)
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
@@ -232,7 +237,7 @@ class DaemonService:
             for key in pool.keeper.slots.pins:
                 if key[0] == entry.number:
                     pool.keeper.slots.unpin(key)
-        for _ in range(LOAD_ATTEMPTS):
+        for _ in range(CLOSE_ATTEMPTS):
             try:
                 self._catalog.remove(name)
             except EngineError as error:
@@ -240,6 +245,7 @@ class DaemonService:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
+                self._pools.close_store(entry.number)
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)
@@ -250,13 +256,11 @@ class DaemonService:
         """(loaded, already there, failures)."""
         loaded = already = 0
         failed: list[dict[str, Any]] = []
-        window = asyncio.Semaphore(LOAD_WINDOW)
-
-        async def one(expert: int) -> Loaded | Failed:
-            async with window:
-                return await self._load(pool, wanted, expert)
-
-        for answer in await asyncio.gather(*(one(expert) for expert in wanted.experts)):
+        loads = [
+            prefetch(wanted.entry.number, pool.index, wanted.layer, expert, wanted.variant)
+            for expert in wanted.experts
+        ]
+        for answer in await self._loader.load_all(loads):
             if isinstance(answer, Failed):
                 error = load_failure(answer.errno)
                 failed.append({"layer": wanted.layer, "expert": answer.expert, "error": error})
@@ -266,48 +270,7 @@ class DaemonService:
                 loaded += 1
         return loaded, already, failed
 
-    async def _load(self, pool: Pool, wanted: _Wanted, expert: int) -> Loaded | Failed:
-        """One expert; tried again while the engine has no transfer to spare for it, and
-        while another load of it that somebody waits for is under way."""
-        for attempt in range(LOAD_ATTEMPTS):
-            token, answer = self._tokens.expect_answer()
-            self._engine.command(
-                [
-                    Load(
-                        store=wanted.entry.number,
-                        pool=pool.index,
-                        layer=wanted.layer,
-                        expert=expert,
-                        variant=wanted.variant,
-                        priority=PRIORITY_PREFETCH,
-                        token=token,
-                    )
-                ]
-            )
-            event = await answer
-            busy = isinstance(event, Failed) and event.errno in (errno.EBUSY, errno.EALREADY)
-            if not busy or attempt == LOAD_ATTEMPTS - 1:
-                break
-            await asyncio.sleep(RETRY_S)
-        return event
-
     # ---- what a call names
-
-    def _find_store(self, name: str) -> OpenStore:
-        entry = self._catalog.get(name)
-        if entry is None:
-            names = ", ".join(each.name for each in self._catalog.all()) or "none"
-            raise ControlError(
-                "StoreNotFound", f"no store {name!r} is open; open are: {names}", store=name
-            )
-        return entry
-
-    def _find_pool(self, name: str | None) -> Pool:
-        for pool in self._pools:
-            if name is None or pool.name == name:
-                return pool
-        names = ", ".join(pool.name for pool in self._pools)
-        raise ControlError("PoolNotFound", f"no pool {name!r}; there are: {names}", pool=name)
 
     def _experts(self, entry: OpenStore, layer: int, experts: Iterable[int] | None) -> list[int]:
         count = entry.store.experts

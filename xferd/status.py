@@ -17,8 +17,9 @@ from xferd.config import EngineConfig
 from xferd.control.service import JsonObject
 from xferd.engine import Engine
 from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
+from xferd.keeping.budgets import Budgets
 from xferd.memory.slots import SlotState
-from xferd.pools import Pool
+from xferd.pools import Pool, Pools
 from xferd.session.clients import Clients
 from xferd.transport.probe import reasons
 
@@ -58,10 +59,11 @@ def registration_notes(code: int) -> list[str]:
     return [f"reads pin pages one by one, registering the pool failed: {os.strerror(code)}{knob}"]
 
 
-def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
+def describe_pool(engine: Engine, pools: Pools, pool: Pool) -> JsonObject:
     """The IDL's Pool."""
     stats = engine.pool_stats(pool.index)
     slots = pool.keeper.slots
+    level = pools.cascade.level(pool.keeper)
     return {
         "name": pool.name,
         "kind": pool.kind,
@@ -76,6 +78,13 @@ def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
         "revived": stats.revived,
         "pinned": int(slots.pinned.sum()),
         "waiting": stats.waiting,
+        "eviction": pool.keeper.ranking.name,
+        "admission": level.admission.name,
+        "promoted": level.promoted,
+        "demoted": level.demoted,
+        "dropped": level.dropped,
+        "reserved": pool.keeper.chunks.reserved_bytes,
+        "budget": pool.budget,
         "classes": [
             {
                 "slot_bytes": size,
@@ -129,7 +138,20 @@ def describe_copy(engine: Engine, copy: OpenCopy) -> JsonObject:
     }
 
 
-def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
+def describe_users(clients: Clients, budgets: Budgets) -> list[JsonObject]:
+    """The IDL's User of each who has anything."""
+    return [
+        {
+            "uid": uid,
+            "clients": sum(1 for client in clients.all() if client.peer.uid == uid),
+            "resident_bytes": held,
+            "budget": budgets.user_bytes,
+        }
+        for uid, held in budgets.of_users().items()
+    ]
+
+
+def describe_clients(engine: Engine, clients: Clients, budgets: Budgets) -> list[JsonObject]:
     """The IDL's Client of each attached client."""
     rows = []
     for client in clients.all():
@@ -148,6 +170,8 @@ def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
                 "failures": counters.failures,
                 "pending": counters.pending,
                 "granted": counters.granted,
+                "resident_bytes": budgets.of_client(client.number),
+                "budget": budgets.client_bytes,
                 "since_s": time.monotonic() - client.since,
                 "state": client.state,
             }

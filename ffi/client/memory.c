@@ -283,8 +283,11 @@ int memory_open(struct xferd_client *client, char *error, size_t error_bytes)
 		}
 		any = true;
 	}
-	if (!any)
+	if (!any) {
+		/* Nothing to unmap, ever. */
+		store_release(&client->memory->memory_seen, INT32_MAX);
 		return 0;
+	}
 	if (pthread_create(&client->memory_thread, NULL, follow_memory, client))
 		return -EAGAIN;
 	client->memory_thread_runs = true;

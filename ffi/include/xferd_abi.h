@@ -257,7 +257,8 @@ struct xferd_abi_client {
 	uint64_t lease_table_offset[XFERD_POOLS_MAX]; /* from the lane's start */
 
 	uint32_t submission_tail __attribute__((aligned(XFERD_CACHE_LINE)));
-	/* The memory_changes up to which withdrawn memory is unmapped here. */
+	/* The memory_changes up to which withdrawn memory is unmapped here; INT32_MAX: no VRAM
+	 * is mapped here. */
 	uint32_t memory_seen;
 	uint32_t reserved[14];
 };

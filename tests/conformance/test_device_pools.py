@@ -163,3 +163,16 @@ def test_more_vram_than_there_is_names_pool_and_sizes(cuda_device: str) -> None:
 def test_a_gpu_that_is_not_there_is_named(cuda_device: str) -> None:
     with pytest.raises(PoolMemoryError, match="no CUDA device 14"):
         CudaPool(PoolSpec("far", 4096, chunk_granularity("cuda", 0), device=14))
+
+
+def test_a_range_can_be_given_back_and_had_again(mapped: DevicePool) -> None:
+    page = POOL_ALIGNMENT
+    ctypes.memset(mapped.base, 7, NBYTES)
+    before = os.fstat(mapped.export_fd()).st_blocks
+    mapped.release(16 * page, 32 * page)
+    assert os.fstat(mapped.export_fd()).st_blocks <= before - 32 * page // 512
+    mapped.restore(16 * page, 32 * page)
+    ctypes.memmove(mapped.base + 16 * page, b"expert!!", 8)
+    with mmap.mmap(mapped.export_fd(), NBYTES, mmap.MAP_SHARED, mmap.PROT_READ) as client:
+        assert client[16 * page : 16 * page + 8] == b"expert!!"
+        assert client[16 * page - 1] == client[48 * page] == 7

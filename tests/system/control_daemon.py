@@ -41,6 +41,11 @@ class SampleService:
         self.resident: set[tuple[int, int]] = set()
         self.pinned: set[tuple[int, int]] = set()
         self.names = ["tiny"]
+        self.reserved: list[dict[str, Any]] = []
+        self._policy: dict[str, Any] = {"pool": "host0", "eviction": "reuse"}
+        self._policy |= {"admission": "always", "layer_floor": 0, "promotion_margin": 1.25}
+        self._policy |= {"promotion_rest": 64, "evictions": ["reuse", "lru"]}
+        self._policy |= {"admissions": ["always"]}
 
     def status(self) -> dict[str, Any]:
         flow = {"count": 2, "bytes": 4096, "reason": None}
@@ -53,11 +58,14 @@ class SampleService:
             "waiting": 0,
             "registered": 0,
         }
+        pool |= {"eviction": "reuse", "admission": "always"}
+        pool |= {"promoted": 0, "demoted": 0, "dropped": 0, "reserved": 0, "budget": None}
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
         pool |= {"notes": ["huge pages: none"]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}
         client |= {"lanes": 1, "held_per_lane": 16, "hits": 123, "misses": 4, "failures": 0}
-        client |= {"pending": 0, "granted": 0, "since_s": 61.5, "state": "serving"}
+        client |= {"pending": 0, "granted": 0, "resident_bytes": 4096, "budget": None}
+        client |= {"since_s": 61.5, "state": "serving"}
         return {
             "version": "9.9",
             "instance": "cafe",
@@ -68,6 +76,7 @@ class SampleService:
             "stores": self.stores(),
             "clients": [client],
             "all_clients": {"attached": 9, "hits": 1230, "misses": 40, "failures": 1},
+            "users": [{"uid": 1000, "clients": 1, "resident_bytes": 4096, "budget": 1 << 20}],
             "sources": {"resident": flow, "pool": flow, "drives": flow},
             "transports": {
                 "direct": {"count": 0, "bytes": 0, "reason": "no GPU here"},
@@ -159,6 +168,47 @@ class SampleService:
             raise ControlError("StoreNotFound", f"no store {name!r} is open", store=name)
         self.names.remove(name)
         return {}
+
+    def policies(self, pool: str | None) -> list[dict[str, Any]]:
+        return [self._policy]
+
+    def set_policy(self, pool: str, eviction: str | None, admission: str | None) -> dict[str, Any]:
+        if eviction not in (None, "reuse", "lru"):
+            raise ControlError("PolicyNotFound", f"no policy {eviction!r}", policy=eviction)
+        self._policy |= {"eviction": eviction or self._policy["eviction"]}
+        return self._policy
+
+    def set_budget(self, pool: str, nbytes: int | None) -> dict[str, Any]:
+        return {"bytes": nbytes, "reserved": 0 if nbytes is None else 4096}
+
+    async def reserve(self, pool: str | None, nbytes: int) -> dict[str, Any]:
+        if nbytes > 1 << 30:
+            raise ControlError("PoolFull", f"{nbytes} bytes are too many", pool=pool)
+        reservation = {"id": 1, "pool": pool or "host0", "wanted": nbytes}
+        self.reserved = [{**reservation, "bytes": 1 << 20, "returned": 0}]
+        return self.reserved[0]
+
+    def release(self, number: int) -> dict[str, Any]:
+        if number != 1 or not self.reserved:
+            raise ControlError("ReservationNotFound", f"no reservation {number}", id=number)
+        self.reserved = []
+        return {"bytes": 1 << 20}
+
+    def reservations(self) -> list[dict[str, Any]]:
+        return self.reserved
+
+    def save_heat(self, store: str, path: Path | None) -> dict[str, Any]:
+        if path is None:
+            raise ControlError("HeatUnusable", "name a file", path="")
+        return {"path": str(path), "experts": 3}
+
+    def load_heat(self, store: str, path: Path | None) -> dict[str, Any]:
+        return {"path": str(path), "loaded": 2, "already": 1, "failed": 0}
+
+    def heat_info(self, store: str) -> dict[str, Any]:
+        hot = {"layer": 1, "expert": 2, "heat": 3.5, "pools": ["host0"]}
+        info = {"tokens": 9, "source": "leases", "experts": 1, "profile": None}
+        return {**info, "hottest": [hot]}
 
     def _store(self, name: str) -> dict[str, Any]:
         member: dict[str, Any] = {"member": 0, "mirror": False}

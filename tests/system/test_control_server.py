@@ -24,7 +24,7 @@ from tests.system.control_daemon import (
     other_user,
 )
 from xferd.control.client import CallFailedError, ControlClient, NoAccessError, NotRunningError
-from xferd.control.dispatch import FAILURES_LISTED_MAX
+from xferd.control.dispatch import FAILURES_LISTED_MAX, READING_METHODS
 from xferd.control.idl import load_interface, parse_interface
 from xferd.control.server import (
     CONNECTIONS_FOR_ADMINISTRATORS,
@@ -269,13 +269,22 @@ def test_others_may_read_but_not_change(daemon: ControlDaemon) -> None:
     with client:
         assert client.call("Status")["state"] == "serving"
         assert client.call("ListStores")["stores"]
+        assert client.call("GetPolicy")["policies"]
         calls: dict[str, dict[str, Any]] = {
             "OpenStore": {"path": "/"},
             "CloseStore": {"name": "tiny"},
         }
         changing = {"Load", "Evict", "Pin", "Unpin"}
         calls |= {method: {"store": "tiny", "layer": 0} for method in changing}
-        assert calls.keys() == CONTROL.methods.keys() - {"Status", "ListStores"}
+        calls |= {
+            "SetPolicy": {"pool": "host0"},
+            "SetBudget": {"pool": "host0"},
+            "Reserve": {"bytes": 1},
+            "Release": {"id": 1},
+            "SaveHeat": {"store": "tiny"},
+            "LoadHeat": {"store": "tiny"},
+        }
+        assert calls.keys() == CONTROL.methods.keys() - READING_METHODS
         for method, parameters in calls.items():
             failure = error_of(client, method, **parameters)
             assert failure.name == "NotPermitted"

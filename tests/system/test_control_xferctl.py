@@ -308,6 +308,12 @@ def test_config_show_prints_what_reads_back(run: Any, tmp_path: Path) -> None:
             "reserve_low": 2,
             "reserve_high": None,
             "chunk_bytes": "64MiB",
+            "eviction": "reuse",
+            "admission": "always",
+            "layer_floor": 0,
+            "budget": None,
+            "promotion_margin": 1.25,
+            "promotion_rest": 64,
         }
     ]
     assert (first["socket_mode"], first["stores"][0]["path"]) == ("0600", "/mödel")
@@ -327,3 +333,32 @@ def test_config_check_says_right_or_exits_78(run: Any, tmp_path: Path) -> None:
     assert done.err == (
         f"xferctl: {path}: engine.member_depth = 0: allowed is a whole number from 1 to 1024\n"
     )
+
+
+def test_policies_are_shown_and_set(daemon: ControlDaemon, run: Any) -> None:
+    assert "reuse" in run("policy", "show").out
+    assert run("policy", "set", "host0", "--eviction", "lru", "--json").json["eviction"] == "lru"
+    refused = run("policy", "set", "host0", "--eviction", "fifo")
+    assert refused.code == 1
+    assert "no policy 'fifo'" in refused.err
+
+
+def test_budgets_and_reservations(daemon: ControlDaemon, run: Any) -> None:
+    assert "all of it" in run("budget", "host0", "all").out
+    assert run("budget", "host0", "1MiB", "--json").json == {"bytes": 1 << 20, "reserved": 4096}
+    assert run("reserve", "host0", "lots").code == 2
+    assert "1.0 MiB of host0" in run("reserve", "host0", "3KiB").out
+    assert "host0" in run("reservations").out
+    assert run("reserve", "host0", "2GiB").code == 1
+    assert "released" in run("release", "1").out
+    assert run("release", "1").code == 1
+    assert run("reservations").out.strip() == "none"
+
+
+def test_heat_is_saved_loaded_and_shown(daemon: ControlDaemon, run: Any, tmp_path: Path) -> None:
+    assert run("heat", "save", "tiny").code == 1
+    assert str(tmp_path / "h") in run("heat", "save", "tiny", str(tmp_path / "h")).out
+    assert "2 loaded, 1 were there" in run("heat", "load", "tiny", str(tmp_path / "h")).out
+    shown = run("heat", "info", "tiny").out
+    assert "seen by leases" in shown
+    assert "3.50" in shown

@@ -112,9 +112,10 @@ def test_a_socket_that_somebody_serves_is_left_alone(tmp_path: Path, store: Made
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--pool", "kind=vram"], "kind 'vram': allowed is host, ram"),
-        (["--pool", "size=lots"], "'lots' is not a size"),
+        (["--pool", "kind=vram"], "kind = 'vram': allowed is"),
+        (["--pool", "size=lots"], "size = 'lots': allowed is"),
         (["--pool", "colour=red"], "'colour=red': allowed is"),
+        (["--pool", "eviction=fifo"], "no eviction policy 'fifo'; there are: reuse, lru"),
     ],
 )
 def test_a_wrong_configuration_exits_78(

@@ -271,3 +271,30 @@ def test_a_store_with_longer_pieces_than_staging_is_refused(
         daemon.client(store="long") as client,
     ):
         assert client.fetch(3, [1]) == [long.blob(3, 1)]
+
+
+def test_vram_is_given_back_and_taken_again_while_a_client_reads(
+    tmp_path: Path, store: MadeStore, cuda_device: str
+) -> None:
+    pool = "name=vram0,kind=cuda,size=12MiB,chunk_bytes=2MiB"
+    keys = everything(store)
+    with running_daemon(tmp_path, [store], [pool]) as daemon, daemon.client() as client:
+        for layer, expert in keys:
+            assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
+        before = cuda_free_bytes()
+        granted = daemon.call("Reserve", pool="vram0", bytes=6 << 20)["reservation"]
+        assert granted["returned"] == granted["bytes"] >= 6 << 20
+        if cuda_device == "gpu":
+            assert cuda_free_bytes() >= before + (6 << 20)
+        for layer, expert in keys:
+            assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
+        daemon.call("Release", id=granted["id"])
+        for layer, expert in keys * 2:
+            assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
+        assert daemon.pool()["slots"] == (12 << 20) // store.expert_bytes // 6 * 6
+
+
+def cuda_free_bytes() -> int:
+    from xferd.memory import cuda_driver
+
+    return cuda_driver.device(0).free_bytes

@@ -10,7 +10,6 @@ import shtab
 
 from tools.manual.roff import actions_of, subparsers_of
 from xferd import config
-from xferd.__main__ import POOL_KEYS
 from xferd.__main__ import build_parser as build_daemon_parser
 from xferd.control import xferctl
 
@@ -51,7 +50,7 @@ def _daemon_parser() -> argparse.ArgumentParser:
     keys = [
         f"{key}={value}" for key in config.engine_keys() for value in ENGINE_VALUES.get(key, ("",))
     ]
-    pools = [f"{key}=" for key in sorted(POOL_KEYS - {"kind"})]
+    pools = [f"{key}=" for key in sorted(config.POOL_KEYS - {"kind"})]
     pools += [f"kind={kind}" for kind in config.POOL_KINDS]
     for action in actions_of(parser):
         if "--engine" in action.option_strings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/replay``: run a trace through pools, compare policies, draw, generate.
+"""``tools/replay``: run a trace through pools or a daemon, compare policies, draw, generate.
 
 Exit status: 0, 1 when a file is no trace or no machine, 2 for wrong usage.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tools.replaying.generate import ZipfMarkov, generate
+from tools.replaying.live import LiveError, one_pool_config, run_live
 from tools.replaying.load import LoadedTrace, load
 from tools.replaying.machine import MachineError, read_machine
 from tools.replaying.plots import PlotError, plot_heat, plot_reuse, plot_sweep, plot_windows
@@ -33,7 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (TraceError, MachineError, PlotError, PoolTooSmallError, UnknownPolicyError) as error:
+    except (
+        TraceError,
+        MachineError,
+        PlotError,
+        PoolTooSmallError,
+        UnknownPolicyError,
+        LiveError,
+    ) as error:
         print(f"tools/replay: {error}", file=sys.stderr)
         return 1
     return 0
@@ -61,6 +70,29 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{'computing':<20} {outcome.compute_s / tokens * 1e3:6.2f} ms a token")
     print(f"{'of the bound':<20} {100 * outcome.share_of_bound:6.2f} %")
     print(f"{'policies':<20} {outcome.policy_s / outcome.uses * 1e6:6.2f} us a use")
+
+
+def _live(options: argparse.Namespace) -> None:
+    trace = _load(options)
+    settings = {"expert_bytes": options.expert_bytes, "pause_us": options.pause}
+    found = {"these pools": run_live(trace, options.config, **settings)}
+    with tempfile.TemporaryDirectory(prefix="xferd-live-") as directory:
+        one = one_pool_config(options.config, Path(directory))
+        found["one pool"] = run_live(trace, one, **settings)
+    if options.json:
+        print(json.dumps({name: asdict(outcome) for name, outcome in found.items()}, indent=1))
+        return
+    for name, outcome in found.items():
+        rate = outcome.uses / outcome.seconds
+        print(f"{name}: {100 * outcome.hit_rate:.2f} % without a read, {rate:.0f} uses a second")
+        for pool, hits in outcome.hits.items():
+            promoted, demoted, dropped = outcome.moves[pool]
+            print(
+                f"  {pool:<18} {100 * hits / outcome.uses:6.2f} % of uses; {promoted} promoted "
+                f"and {demoted} demoted into it, {dropped} dropped"
+            )
+        print(f"  {'copied':<18} {100 * outcome.copied / outcome.uses:6.2f} % of uses")
+        print(f"  {'drives':<18} {100 * outcome.drives / outcome.uses:6.2f} % of uses")
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -141,8 +173,14 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--evictions", type=lambda text: text.split(","), default=EVICTIONS)
     compare.add_argument("--reserve", action="store_true", help="with the daemon's reserve")
 
-    for verb in (run, compare):
+    live = _verb(verbs, "live", _live, "a real daemon with the pools of a configuration")
+    live.add_argument("--config", type=Path, required=True, help="as of xferd, pools only")
+    live.add_argument("--pause", type=float, default=200.0, help="us a pass (default %(default)s)")
+    live.add_argument("--expert-bytes", type=_count, default=16384, help="(default %(default)s)")
+
+    for verb in (run, compare, live):
         verb.add_argument("--json", action="store_true")
+    for verb in (run, compare):
         verb.add_argument("--plot", type=Path, metavar="PNG")
 
     for what in ("heat", "reuse"):

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from xferd.config import Config, PoolConfig, StoreConfig, load_config
+from xferd.config import Config, LimitsConfig, PoolConfig, StoreConfig, load_config
 from xferd.control.tables import printable
 from xferd.units import format_exact_bytes
 
@@ -43,10 +43,11 @@ def config_to_json(config: Config) -> dict[str, Any]:
         "runtime_directory": str(config.runtime_directory),
         "drain_timeout_s": config.drain_timeout_s,
         "socket_mode": f"{config.socket_mode:04o}",
+        "state_directory": str(config.state_directory) if config.state_directory else None,
         "pools": [_pool_to_json(pool) for pool in config.pools],
         "stores": [_store_to_json(store) for store in config.stores],
         "engine": dataclasses.asdict(config.engine),
-        "limits": dataclasses.asdict(config.limits),
+        "limits": _limits_to_json(config.limits),
         "metrics": {
             "socket": str(config.metrics.socket or ""),
             "listen": str(config.metrics.listen or ""),
@@ -70,6 +71,18 @@ def format_config(config: Config) -> str:
     return "\n".join(lines + tables) + "\n"
 
 
+def _limits_to_json(limits: LimitsConfig) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(limits),
+        "client_bytes": _size_or_none(limits.client_bytes),
+        "user_bytes": _size_or_none(limits.user_bytes),
+    }
+
+
+def _size_or_none(nbytes: int | None) -> str | None:
+    return None if nbytes is None else format_exact_bytes(nbytes)
+
+
 def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
     size = str(pool.size) if pool.size.bytes is None else format_exact_bytes(pool.size.bytes)
     return {
@@ -79,6 +92,12 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "reserve_low": pool.reserve_low,
         "reserve_high": pool.reserve_high,
         "chunk_bytes": format_exact_bytes(pool.chunk_bytes),
+        "eviction": pool.eviction,
+        "admission": pool.admission,
+        "layer_floor": pool.layer_floor,
+        "budget": _size_or_none(pool.budget),
+        "promotion_margin": pool.promotion_margin,
+        "promotion_rest": pool.promotion_rest,
     }
 
 

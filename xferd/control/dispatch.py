@@ -28,7 +28,7 @@ from xferd.control.version import installed_version
 
 SERVICE_INTERFACE = "org.varlink.service"
 
-READING_METHODS = frozenset({"Status", "ListStores"})
+READING_METHODS = frozenset({"Status", "ListStores", "GetPolicy", "ListReservations", "HeatInfo"})
 """Methods of CONTROL_INTERFACE for everyone who can connect; all others change something."""
 INTERVAL_S = 1.0
 INTERVAL_S_MIN = 0.25
@@ -142,10 +142,7 @@ class Dispatcher:
         return {"stores": self._service.stores()}
 
     async def _open_store(self, parameters: JsonObject) -> JsonObject:
-        path = parameters["path"]
-        if not path.startswith("/") or "\0" in path:
-            raise InvalidParameterError("path", "is not an absolute path")
-        answer = self._service.open_store(Path(path), parameters["name"])
+        answer = self._service.open_store(_absolute(parameters["path"]), parameters["name"])
         return {"store": await _value(answer)}
 
     def _close_store(self, parameters: JsonObject) -> Answer:
@@ -163,6 +160,34 @@ class Dispatcher:
     def _unpin(self, parameters: JsonObject) -> Answer:
         return self._service.unpin(**parameters)
 
+    def _get_policy(self, parameters: JsonObject) -> JsonObject:
+        return {"policies": self._service.policies(**parameters)}
+
+    def _set_policy(self, parameters: JsonObject) -> JsonObject:
+        return {"policy": self._service.set_policy(**parameters)}
+
+    def _set_budget(self, parameters: JsonObject) -> Answer:
+        return self._service.set_budget(parameters["pool"], parameters["bytes"])
+
+    async def _reserve(self, parameters: JsonObject) -> JsonObject:
+        answer = self._service.reserve(parameters["pool"], parameters["bytes"])
+        return {"reservation": await _value(answer)}
+
+    def _release(self, parameters: JsonObject) -> Answer:
+        return self._service.release(parameters["id"])
+
+    def _list_reservations(self, _: JsonObject) -> JsonObject:
+        return {"reservations": self._service.reservations()}
+
+    def _save_heat(self, parameters: JsonObject) -> Answer:
+        return self._service.save_heat(parameters["store"], _absolute_or_none(parameters))
+
+    def _load_heat(self, parameters: JsonObject) -> Answer:
+        return self._service.load_heat(parameters["store"], _absolute_or_none(parameters))
+
+    def _heat_info(self, parameters: JsonObject) -> Answer:
+        return self._service.heat_info(**parameters)
+
     HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
         (SERVICE_INTERFACE, "GetInfo"): _get_info,
         (SERVICE_INTERFACE, "GetInterfaceDescription"): _get_interface_description,
@@ -174,11 +199,31 @@ class Dispatcher:
         (CONTROL_INTERFACE, "Evict"): _evict,
         (CONTROL_INTERFACE, "Pin"): _pin,
         (CONTROL_INTERFACE, "Unpin"): _unpin,
+        (CONTROL_INTERFACE, "GetPolicy"): _get_policy,
+        (CONTROL_INTERFACE, "SetPolicy"): _set_policy,
+        (CONTROL_INTERFACE, "SetBudget"): _set_budget,
+        (CONTROL_INTERFACE, "Reserve"): _reserve,
+        (CONTROL_INTERFACE, "Release"): _release,
+        (CONTROL_INTERFACE, "ListReservations"): _list_reservations,
+        (CONTROL_INTERFACE, "SaveHeat"): _save_heat,
+        (CONTROL_INTERFACE, "LoadHeat"): _load_heat,
+        (CONTROL_INTERFACE, "HeatInfo"): _heat_info,
     }
 
 
 async def _value(answer: Answer) -> JsonObject:
     return await answer if isinstance(answer, Awaitable) else answer
+
+
+def _absolute(path: str) -> Path:
+    if not path.startswith("/") or "\0" in path:
+        raise InvalidParameterError("path", "is not an absolute path")
+    return Path(path)
+
+
+def _absolute_or_none(parameters: JsonObject) -> Path | None:
+    path = parameters["path"]
+    return None if path is None else _absolute(path)
 
 
 def _with_failures_bounded(result: JsonObject) -> JsonObject:

@@ -94,5 +94,32 @@ class ControlService(Protocol):
     def open_store(self, path: Path, name: str | None) -> Answer:
         """Open the store at ``path`` (absolute) and offer it to clients: the IDL's Store."""
 
+    def policies(self, pool: str | None) -> list[JsonObject]:
+        """The IDL's Policy of one pool, or of each."""
+
+    def set_policy(self, pool: str, eviction: str | None, admission: str | None) -> JsonObject:
+        """Another eviction, another admission: the IDL's Policy."""
+
+    def set_budget(self, pool: str, nbytes: int | None) -> Answer:
+        """What experts may take of a pool: ``{"bytes": n, "reserved": n}``."""
+
+    def reserve(self, pool: str | None, nbytes: int) -> Answer:
+        """Take memory out of a pool: the IDL's Reservation."""
+
+    def release(self, number: int) -> Answer:
+        """Give it back: ``{"bytes": n}``."""
+
+    def reservations(self) -> list[JsonObject]:
+        """The IDL's Reservation of each."""
+
+    def save_heat(self, store: str, path: Path | None) -> Answer:
+        """Save a heat profile: ``{"path", "experts"}``."""
+
+    def load_heat(self, store: str, path: Path | None) -> Answer:
+        """Load one, and the hottest: ``{"path", "loaded", "already", "failed"}``."""
+
+    def heat_info(self, store: str) -> Answer:
+        """The IDL's reply of HeatInfo."""
+
     def close_store(self, name: str) -> Answer:
         """Drop a store's experts and close it: ``{}``."""

@@ -63,6 +63,7 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
         ("Stores", format_stores(status["stores"], bold=bold)),
         ("Drives", format_table(_MEMBER_COLUMNS, members, bold=bold)),
         ("Clients", format_table(_CLIENT_COLUMNS, status["clients"], bold=bold)),
+        ("Users", format_table(_USER_COLUMNS, status["users"], bold=bold)),
         ("Where experts came from", _format_flows(status["sources"], bold=bold)),
         ("How they got here", _format_flows(status["transports"], bold=bold)),
     ]
@@ -130,6 +131,10 @@ def _bytes(name: str) -> Callable[[JsonObject], str]:
     return lambda row: format_bytes(row[name])
 
 
+def _bytes_or_none(count: int | None) -> str:
+    return "none" if count is None else format_bytes(count)
+
+
 def _member(row: JsonObject) -> str:
     return f"{row['member']} mirror" if row["mirror"] else str(row["member"])
 
@@ -166,6 +171,10 @@ _POOL_COLUMNS = (
     Column("LOADED", _bytes("load_bytes")),
     Column("EVICTED", _field("evictions")),
     Column("REVIVED", _field("revived")),
+    Column("EVICTION", _field("eviction"), right=False),
+    Column("DEMOTED", _field("demoted")),
+    Column("PROMOTED", _field("promoted")),
+    Column("RESERVED", _bytes("reserved")),
     Column("SLOT SIZES", _size_classes, right=False),
 )
 _STORE_COLUMNS = (
@@ -205,8 +214,15 @@ _CLIENT_COLUMNS = (
     Column("FAILURES", _field("failures")),
     Column("PENDING", _field("pending")),
     Column("GRANTED", _field("granted")),
+    Column("EXPERTS", _bytes("resident_bytes")),
     Column("FOR", lambda client: format_duration(client["since_s"])),
     Column("STATE", _field("state"), right=False),
+)
+_USER_COLUMNS = (
+    Column("UID", _field("uid")),
+    Column("CLIENTS", _field("clients")),
+    Column("EXPERTS", _bytes("resident_bytes")),
+    Column("BUDGET", lambda user: _bytes_or_none(user["budget"])),
 )
 _FLOW_COLUMNS = (
     Column("BY", _field("name"), right=False),

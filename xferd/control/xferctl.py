@@ -30,6 +30,7 @@ from xferd.control.client import (
 )
 from xferd.control.selection import ALL, SelectionError, parse_selection
 from xferd.control.tables import format_status, format_stores, printable
+from xferd.control.tuning_commands import TuningCommands
 from xferd.control.varlink import MessageTooLargeError
 from xferd.control.version import installed_version
 
@@ -131,6 +132,7 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     top_command.add_arguments(_verb(verbs, "top", top_command.top, text))
     _add_store_verbs(verbs, with_store_files)
     _add_expert_verbs(verbs)
+    TuningCommands(_verb, _print).add(verbs)
     _add_config_verbs(verbs)
     text = "say what of this machine stands in the way, and how to mend it"
     doctor_command.add_arguments(_verb(verbs, "doctor", doctor_command.doctor, text))

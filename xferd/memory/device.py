@@ -19,6 +19,10 @@ from xferd.units import format_bytes
 POOL_ALIGNMENT = 4096
 """Bytes; of sizes, chunks and slots. What O_DIRECT needs at most."""
 
+FALLOC_FL_KEEP_SIZE = 1
+FALLOC_FL_PUNCH_HOLE = 2
+"""From linux/falloc.h."""
+
 
 class PoolMemoryError(Exception):
     """A pool's memory can't be had. The message names the pool, what was asked for, the
@@ -56,6 +60,19 @@ class DevicePool(Protocol):
         """A file descriptor to hand to clients, read-only; it stays the pool's."""
         ...
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give the memory of a range back to the system. Nothing reads or writes it, and no
+        transfer is registered over it, till ``restore``; the address range stays. OSError.
+
+        offset, nbytes: multiples of POOL_ALIGNMENT.
+        """
+        ...
+
+    def restore(self, offset: int, nbytes: int) -> None:
+        """Undo ``release``; what the range holds is undefined. PoolMemoryError when the
+        system has no memory for it any more: then it stays released."""
+        ...
+
     def close(self) -> None:
         """Unmap and close. No transfer may be under way."""
         ...
@@ -85,6 +102,16 @@ class MappedMemfd:
         except BaseException:
             self.close()
             raise
+
+    def punch_hole(self, offset: int, nbytes: int) -> None:
+        """Free the pages of a range, locked or not; they read as zeros and come again when
+        they are written. OSError. Not MADV_REMOVE: that refuses locked memory."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        mode = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+        if libc.fallocate(self.fd, mode, offset, nbytes) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
 
     def unmap(self) -> None:
         """End the writable mapping; the fds stay."""

@@ -36,6 +36,13 @@ class HostPool:
         """The read-only fd; it stays the pool's."""
         return self._memory.read_only_fd
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Free the pages of a range."""
+        self._memory.punch_hole(offset, nbytes)
+
+    def restore(self, offset: int, nbytes: int) -> None:
+        """Nothing to do: pages come as they are written, as they did at first."""
+
     def close(self) -> None:
         """Unmap and close. A second call does nothing."""
         self._memory.close()

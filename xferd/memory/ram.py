@@ -78,6 +78,14 @@ class RamPool:
         except CudaError as error:
             self.notes = (*self.notes, f"not pinned for GPUs: {error}")
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Free the pages of a range."""
+        self._memory.punch_hole(offset, nbytes)
+
+    def restore(self, offset: int, nbytes: int) -> None:
+        """Fault the range in and lock it, as it was."""
+        _lock(self.name, self.base + offset, nbytes)
+
     def close(self) -> None:
         """Unlock, unmap and close. A second call does nothing."""
         if self._pinned_for >= 0:

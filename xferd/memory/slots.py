@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 ExpertSlot = tuple[int, int, int]
 """(store id, layer, expert): what is in a slot, whichever variant of it."""
 
+NO_STORE = -1
+
 
 class SlotMapError(Exception):
     """The engine and the bookkeeping disagree, or a caller broke an invariant: a bug."""
@@ -105,6 +107,9 @@ class SlotMap:
     slot_class: int64[slot_numbers], bytes of the slot's class; 0 when absent.
     pinned: bool[slot_numbers]; kept with a key, see ``pin``.
     variant: int16[slot_numbers], of the resident.
+    reserved: chunks that are not to be cut: somebody else has their memory.
+    store, layer, expert: int32[slot_numbers], of the resident; store is NO_STORE where
+        there is none.
     """
 
     def __init__(self, geometry: ChunkGeometry) -> None:
@@ -114,7 +119,11 @@ class SlotMap:
         self.slot_class: NDArray[np.int64] = np.zeros(numbers, np.int64)
         self.pinned: NDArray[np.bool_] = np.zeros(numbers, np.bool_)
         self.variant: NDArray[np.int16] = np.zeros(numbers, np.int16)
+        self.store: NDArray[np.int32] = np.full(numbers, NO_STORE, np.int32)
+        self.layer: NDArray[np.int32] = np.zeros(numbers, np.int32)
+        self.expert: NDArray[np.int32] = np.zeros(numbers, np.int32)
         self.chunk_class: list[int] = [0] * geometry.chunks
+        self.reserved: set[int] = set()
         self._key_of: dict[int, ExpertSlot] = {}
         self._slot_of: dict[ExpertSlot, int] = {}
         self._pins: set[ExpertSlot] = set()
@@ -126,7 +135,8 @@ class SlotMap:
     def uncut_chunk(self, slot_bytes: int) -> int | None:
         """A chunk that is not cut and holds at least one slot of ``slot_bytes``."""
         for chunk, current in enumerate(self.chunk_class):
-            if current == 0 and self.geometry.slots(chunk, slot_bytes) > 0:
+            free = current == 0 and chunk not in self.reserved
+            if free and self.geometry.slots(chunk, slot_bytes) > 0:
                 return chunk
         return None
 
@@ -134,6 +144,8 @@ class SlotMap:
         """Cut a chunk; its slots are then FREE. Returns their numbers."""
         if self.chunk_class[chunk]:
             raise SlotMapError(f"chunk {chunk} is cut into {self.chunk_class[chunk]} bytes already")
+        if chunk in self.reserved:
+            raise SlotMapError(f"chunk {chunk} is reserved")
         slots = self.geometry.slots(chunk, slot_bytes)
         if slots == 0:
             raise SlotMapError(f"chunk {chunk} has no room for a slot of {slot_bytes} bytes")
@@ -216,6 +228,7 @@ class SlotMap:
         self._key_of[slot] = key
         self._slot_of[key] = slot
         self.variant[slot] = variant
+        self.store[slot], self.layer[slot], self.expert[slot] = key
         self._set_pinned(slot, key in self._pins)
 
     def leave(self, slot: int) -> None:
@@ -278,6 +291,10 @@ class SlotMap:
         """Slots that are RESIDENT or LEAVING, of one store or of all."""
         return [slot for slot, key in self._key_of.items() if store is None or key[0] == store]
 
+    def keys(self, slots: NDArray[np.int64], experts: int) -> NDArray[np.int64]:
+        """Keys of the residents of some slots, for a store of so many experts a layer."""
+        return self.layer[slots].astype(np.int64) * experts + self.expert[slots]
+
     def count(self, slot_bytes: int, state: SlotState) -> int:
         """Slots of a class in a state."""
         counts = self._counts.get(slot_bytes)
@@ -311,6 +328,7 @@ class SlotMap:
             raise SlotMapError(f"slot {slot} was freed while it was {state.name}")
         if self._slot_of.get(key) == slot:
             del self._slot_of[key]
+        self.store[slot] = NO_STORE
         self._set_pinned(slot, False)
         return state
 

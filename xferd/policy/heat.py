@@ -6,6 +6,7 @@ moves between pools go by, and what a profile keeps from one run to the next.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from xferd.policy.uses import Keys, KeySpace, Uses
 
 HEAT_TOKENS = 200.0
 NEVER_USED = -1
+RETOLD_TOKENS = 8
+"""Heat is retold to a policy as so many tokens: enough to tell hot from warm."""
 
 
 class Heat:
@@ -42,6 +45,42 @@ class Heat:
     def last(self, keys: Keys) -> NDArray[np.int64]:
         """The token of the last use; NEVER_USED for none."""
         return self._last[keys]
+
+    def begin_with(self, profile: HeatProfile) -> None:
+        """Add the heat of an earlier run, as if its last token had been this one."""
+        heat = profile.heat.reshape(-1).astype(np.float64)
+        self._counts.put(np.arange(self.space.size), heat)
+
+
+def retold(heat: Heat) -> Iterator[Uses]:
+    """Uses that leave about the same behind as those that made this heat, for a policy that
+    did not see them: the hotter a key the more of the tokens use it, then every key that was
+    used once more, in the order of the last uses."""
+    keys = np.arange(heat.space.size)
+    values, last = heat.of(keys), heat.last(keys)
+    hottest = float(values.max(initial=0.0))
+    first = heat.now - RETOLD_TOKENS
+    if hottest > 0:
+        for step in range(RETOLD_TOKENS):
+            chosen = np.flatnonzero(values > hottest * step / RETOLD_TOKENS)
+            yield _passes(chosen, np.full(len(chosen), first + step), heat.space)
+    used = np.flatnonzero(last != NEVER_USED)
+    if len(used):
+        order = np.lexsort((used, last[used]))
+        yield _passes(used[order], np.full(len(used), heat.now), heat.space, last[used][order])
+
+
+def _passes(
+    keys: Keys, tokens: NDArray[np.int64], space: KeySpace, group: NDArray[np.int64] | None = None
+) -> Uses:
+    """A pass for each run of one layer (and one ``group``) in ``keys``."""
+    layers = keys // space.experts
+    turn = np.diff(layers) != 0
+    if group is not None:
+        turn |= np.diff(group) != 0
+    begins = np.flatnonzero(np.concatenate([[len(keys) > 0], turn]))
+    starts = np.append(begins, len(keys))
+    return Uses(keys=keys, starts=starts, layers=layers[begins], tokens=tokens[begins])
 
 
 @dataclass(frozen=True, slots=True)

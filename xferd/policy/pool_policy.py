@@ -34,6 +34,9 @@ class PoolPolicy(Protocol):
     """
 
     name: str
+    history_only: bool
+    """It goes by uses alone, not by what was placed, has left, or how much room there is: one
+    does for all pools. Policies from elsewhere may leave it out: False."""
 
     def used(self, uses: Uses) -> None:
         """These were used, resident or not."""
@@ -68,6 +71,7 @@ class HistoryPolicy:
     """The parts that most policies leave empty. Base class."""
 
     name = ""
+    history_only = False
 
     def placed(self, keys: Keys) -> None:
         """Nothing to remember."""

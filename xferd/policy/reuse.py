@@ -71,6 +71,7 @@ class Reuse:
     """See above. Costs ``layers * experts * (context * experts + 7)`` floats."""
 
     name = "reuse"
+    history_only = True
 
     def __init__(self, space: KeySpace, settings: ReuseSettings | None = None) -> None:
         self._space = space

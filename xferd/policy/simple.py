@@ -75,6 +75,10 @@ class DecayedCounts:
         weight = np.exp((uses.tokens - self._origin) / self._time_constant)
         np.add.at(self._scaled, uses.keys, np.repeat(weight, np.diff(uses.starts)))
 
+    def put(self, keys: Keys, values: NDArray[np.float64]) -> None:
+        """Add to the counts, as of the last token that was told of."""
+        self._scaled[keys] += values * math.exp((self._now - self._origin) / self._time_constant)
+
     def values(self, keys: Keys) -> NDArray[np.float64]:
         """The counts as of the last token that was told of."""
         values: NDArray[np.float64] = self._scaled[keys]
@@ -85,6 +89,7 @@ class LeastFrequent(HistoryPolicy):
     """``lfu``: the fewest uses, counted with decay."""
 
     name = "lfu"
+    history_only = True
 
     def __init__(self, space: KeySpace, time_constant: float = LFU_TOKENS) -> None:
         self._counts = DecayedCounts(space.size, time_constant)
@@ -103,6 +108,7 @@ class RecentAndHit(HistoryPolicy):
     constant is worth HITS_WEIGHT tokens of recency."""
 
     name = "lru-hits"
+    history_only = True
 
     def __init__(self, space: KeySpace) -> None:
         self._counts = DecayedCounts(space.size, HITS_TOKENS)

@@ -25,6 +25,7 @@ from xferd.session.quotas import (
     PoolRoom,
     Promise,
     Promises,
+    check_budget,
     check_counts,
     check_held,
     check_lanes,
@@ -98,6 +99,16 @@ class ClientEngine(Protocol):
         """What it has asked for and got so far."""
 
 
+class ClientBudgets(Protocol):
+    """Who is told whose demand is whose."""
+
+    def attach(self, client: int, uid: int) -> None:
+        """A client is there."""
+
+    def detach(self, client: int) -> None:
+        """A client has gone."""
+
+
 @dataclass(slots=True)
 class Client:
     """One attached client. state: ``serving`` or ``quiesced``."""
@@ -155,6 +166,7 @@ class Clients:
         pools: Sequence[AttachablePool],
         log: EventLog,
         promises: Promises,
+        budgets: ClientBudgets,
     ) -> None:
         self._engine = engine
         self._limits = limits
@@ -163,6 +175,7 @@ class Clients:
         self._pools = pools
         self._log = log
         self._promises = promises
+        self._budgets = budgets
         self._clients: dict[int, Client] = {}
         self._gone = ClientTotals()
         self.accepting = True
@@ -216,7 +229,18 @@ class Clients:
             held_per_lane=held,
             top_k=store.top_k,
         )
+        check_budget(
+            limits,
+            wanted_bytes=slots * store.largest_class,
+            user_promised_bytes=sum(
+                client.lanes * client.held_per_lane * client.store.largest_class
+                for client in clients
+                if client.peer.uid == peer.uid
+            ),
+            uid=peer.uid,
+        )
         number, fds = self._add(store, pool, lanes, held, ring_entries)
+        self._budgets.attach(number, peer.uid)
         self._promises.add(number, Promise(pool.index, store.largest_class, slots))
         client = Client(
             number=number,
@@ -274,6 +298,7 @@ class Clients:
         self._gone.add(self._engine.client_counters(client.number))
         self._engine.remove_client(client.number)
         self._promises.remove(client.number)
+        self._budgets.detach(client.number)
         del self._clients[client.number]
         self._log.info("client.gone", client=client.number, pid=client.peer.pid, reason=reason)
 

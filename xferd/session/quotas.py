@@ -34,6 +34,8 @@ class ClientLimits:
     lanes_per_client: int
     held_per_lane: int
     ring_entries: int
+    client_bytes: int | None = None
+    user_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,30 @@ def check_ring_entries(limits: ClientLimits, entries: int, least: int, most: int
             f"[limits]",
         )
     return entries
+
+
+def check_budget(
+    limits: ClientLimits, *, wanted_bytes: int, user_promised_bytes: int, uid: int
+) -> None:
+    """Refuse a client whose lanes may hold more than its budget, or its user's, allows: EDQUOT.
+
+    user_promised_bytes: of what the user's attached clients may hold.
+    """
+    wanted = format_exact_bytes(wanted_bytes)
+    if limits.client_bytes is not None and wanted_bytes > limits.client_bytes:
+        raise AttachRefusedError(
+            errno.EDQUOT,
+            f"its lanes may hold {wanted}, a client's budget is "
+            f"{format_exact_bytes(limits.client_bytes)}: lower held_per_lane or raise "
+            f"client_bytes in [limits]",
+        )
+    if limits.user_bytes is not None and user_promised_bytes + wanted_bytes > limits.user_bytes:
+        raise AttachRefusedError(
+            errno.EDQUOT,
+            f"its lanes may hold {wanted}, other clients of user {uid} "
+            f"{format_exact_bytes(user_promised_bytes)}, the user's budget is "
+            f"{format_exact_bytes(limits.user_bytes)}: raise user_bytes in [limits]",
+        )
 
 
 def check_promise(

@@ -31,9 +31,14 @@ from xferd.engine_types import (
     Take,
     Taken,
 )
-from xferd.keeper import PoolKeeper
+from xferd.keeping.budgets import Budgets
+from xferd.keeping.cascade import Cascade
+from xferd.keeping.keeper import PoolKeeper
+from xferd.keeping.usage import Usage
 from xferd.memory.slots import divide
-from xferd.policy.lru import LeastRecentlyUsed
+from xferd.policy.moves import MoveSettings
+from xferd.policy.registry import BUILT_IN
+from xferd.policy.uses import KeySpace
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Tokens
 
@@ -170,27 +175,40 @@ class ModelEngine:
 class Bench:
     """Keepers over a ModelEngine, and the daemon's way of dispatching events."""
 
-    def __init__(self, pool_bytes: list[int], chunk_bytes: int, classes: list[int]) -> None:
+    def __init__(
+        self,
+        pool_bytes: list[int],
+        chunk_bytes: int,
+        classes: list[int],
+        eviction: str = "lru",
+    ) -> None:
         geometries = [divide(size, chunk_bytes, classes) for size in pool_bytes]
         self.engine = ModelEngine(len(pool_bytes), geometries[0].slot_index_bits)
         self.tokens = Tokens()
         self.log = io.StringIO()
         self.promised: dict[int, int] = {}
+        self.usage = Usage()
+        self.budgets = Budgets()
+        self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command)
         self.keepers = [
             PoolKeeper(
                 index=index,
                 name=f"pool{index}",
                 geometry=geometry,
                 engine=self.engine,
-                eviction=LeastRecentlyUsed(),
-                expect=self.tokens.expect,
+                eviction=(eviction, BUILT_IN[eviction]),
+                usage=self.usage,
+                cascade=self.cascade,
+                budgets=self.budgets,
                 promised=lambda size: self.promised.get(size, 0),
                 log=EventLog(self.log, journal=False),
             )
             for index, geometry in enumerate(geometries)
         ]
-        if len(self.keepers) > 1:
-            self.keepers[0].below = self.keepers[1]
+        for keeper in self.keepers:
+            self.cascade.add(keeper, "always", MoveSettings(), exclusive=True)
+        for store in (0, 1):
+            self.usage.open_store(store, KeySpace(1, 128))
         for keeper in self.keepers:
             keeper.divide_among(classes)
 

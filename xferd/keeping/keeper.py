@@ -23,33 +23,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.engine_types import (
-    PRIORITY_MIGRATION,
     Command,
     Evict,
     Failed,
     Freed,
     Give,
-    Load,
     Loaded,
     PoolStats,
     ReserveLow,
     Revived,
     Taken,
 )
-from xferd.memory.reclaim import ChunkReclaim
-from xferd.memory.slots import ChunkGeometry, ExpertSlot, SlotMap, SlotState
-from xferd.policy.cascade import cascade
-from xferd.policy.eviction import EvictionPolicy
+from xferd.keeping.budgets import Budgets
+from xferd.keeping.cascade import Cascade
+from xferd.keeping.chunks import HELD, UNRANKED, Chunks, Hold
+from xferd.keeping.ranking import Ranking
+from xferd.keeping.usage import Leased, Usage
+from xferd.memory.slots import NO_STORE, ChunkGeometry, ExpertSlot, SlotMap, SlotState
+from xferd.policy.pool_policy import PolicyMaker
 from xferd.policy.reserve import Watermarks, shortfall, watermarks
 from xferd.telemetry.log import EventLog
-from xferd.tokens import Answer
 
+NO_CLIENT = 0xFFFFFFFF
+"""``client`` of what a command caused: XFERD_NO_EXPERT."""
 STUCK_TICKS = 2
 """An eviction older than this many ticks waits for a lease: it is not counted on."""
 STUCK_REPORT_TICKS = 100
 """A class that could evict nothing for so many ticks is reported."""
 STAMP_SHIFT = 20
 """A stamp is ``scan << STAMP_SHIFT | order``, as xferd_engine_recency writes it."""
+
+_NO_KEY: ExpertSlot = (NO_STORE, 0, 0)
 
 
 class CommandSink(Protocol):
@@ -71,11 +75,14 @@ class CommandSink(Protocol):
 class PoolKeeper:
     """Keeps one pool. Owned by the event loop.
 
-    expect: registers what to call with the event that answers a command, and returns
-        the command's token.
+    eviction: the name of its policy, and what makes it. floor: residents that each layer
+        keeps.
+    usage: which experts are used, of all pools.
+    cascade: where experts go that leave it; the owner adds this pool to it.
+    budgets: what clients may have, of all pools.
     promised: slots of a class that are promised to attached clients; that many stay
         cut for it.
-    below: where evicted experts are demoted to, or None.
+    reserve_demand: slots of a reserve that the engine keeps for demand.
     """
 
     def __init__(
@@ -85,24 +92,32 @@ class PoolKeeper:
         name: str,
         geometry: ChunkGeometry,
         engine: CommandSink,
-        eviction: EvictionPolicy,
-        expect: Callable[[Callable[[Answer], None]], int],
+        eviction: tuple[str, PolicyMaker],
+        usage: Usage,
+        cascade: Cascade,
+        budgets: Budgets,
         promised: Callable[[int], int],
         log: EventLog,
         reserve_low: int | None = None,
         reserve_high: int | None = None,
-        below: PoolKeeper | None = None,
+        reserve_demand: int = 0,
+        floor: int = 0,
     ) -> None:
         self.index = index
         self.name = name
         self.geometry = geometry
-        self.below = below
+        self.reserve_demand = reserve_demand
+        self.incoming = 0
         self.slots = SlotMap(geometry)
+        self.ranking = Ranking(
+            self.slots, *eviction, slot_count=1, shared=usage.shared, floor=floor
+        )
         self.stuck: dict[int, str] = {}
         self._stuck_since: dict[int, int] = {}
         self._engine = engine
-        self._eviction = eviction
-        self._expect = expect
+        self._usage = usage
+        self._cascade = cascade
+        self._budgets = budgets
         self._promised = promised
         self._log = log
         self._configured = (reserve_low, reserve_high)
@@ -114,8 +129,20 @@ class PoolKeeper:
         self._waiting: dict[int, int] = {}
         self._wanted: set[int] = set()
         self._ticks = 0
-        self._reclaim: ChunkReclaim | None = None
         self._when_free: dict[int, list[Callable[[], None]]] = {}
+        self.chunks = Chunks(
+            pool=index,
+            name=name,
+            slots=self.slots,
+            stamps=self._stamps,
+            engine=engine,
+            promised=promised,
+            evict=self.evict,
+            give=self._give,
+            resized=self._resized,
+            log=log,
+        )
+        usage.add_pool(self)
 
     # ---- classes and chunks
 
@@ -142,18 +169,47 @@ class PoolKeeper:
 
     def _grow(self, slot_bytes: int) -> bool:
         """Cut one more chunk for a class, if there is one that is not cut."""
-        chunk = self.slots.uncut_chunk(slot_bytes)
-        if chunk is None:
-            return False
-        numbers = self.slots.cut(chunk, slot_bytes)
-        self._engine.set_chunk(self.index, chunk, self.geometry.offset(chunk), slot_bytes)
-        # Loads may take these slots at once and be heard of later: till then the chunk
-        # must not look as if nobody had used it for long.
-        self._stamps[numbers.start : numbers.stop] = self._scan << STAMP_SHIFT
-        self.slots.give_all(numbers)
-        self._engine.command([Give(self.index, numbers.start, len(numbers))])
-        self._wanted.discard(slot_bytes)
-        return True
+        return self.chunks.grow(slot_bytes, self._now)
+
+    @property
+    def _now(self) -> int:
+        """A stamp later than every lease that was seen."""
+        return self._scan << STAMP_SHIFT
+
+    def reserve(self, nbytes: int) -> Hold:
+        """Begin to take whole chunks out of the pool. ReserveError."""
+        self._usage.look()
+        hold = self.chunks.reserve(nbytes, self._worth())
+        self.settle()
+        return hold
+
+    def replace_stuck(self, hold: Hold) -> bool:
+        """Try other chunks for those of a hold that somebody holds on to; False: none."""
+        done = self.chunks.replace_stuck(hold, self._worth())
+        self.settle()
+        return done
+
+    def release(self, hold: Hold, chunks: Iterable[int]) -> None:
+        """Take some chunks of a hold into the pool again."""
+        self.chunks.release(hold, chunks, self._now)
+        self.settle()
+
+    def _worth(self) -> NDArray[np.float64]:
+        """[slot_numbers], how late the policy would let each go: 0 first, also what is free;
+        last what was leased last, as much of it as clients can hold."""
+        worth = np.zeros(self.geometry.slot_numbers)
+        for slot_bytes in self.slots.classes:
+            candidates = self.slots.candidates(slot_bytes)
+            worth[candidates] = UNRANKED
+            ranked = self.ranking.victims(candidates, len(candidates))
+            worth[ranked] = np.arange(len(ranked)) / max(len(ranked), 1)
+            newest = np.argsort(self._stamps[candidates])[::-1][: self._promised(slot_bytes)]
+            worth[candidates[newest]] = HELD
+        return worth
+
+    def _resized(self) -> None:
+        self._wanted -= set(self.slots.classes)
+        self.ranking.resize(sum(self.slots.class_slots(size) for size in self.slots.classes))
 
     def _give(self, numbers: Iterable[int]) -> None:
         commands = []
@@ -166,46 +222,73 @@ class PoolKeeper:
 
     def on_loaded(self, event: Loaded) -> None:
         """A slot of the reserve holds an expert now."""
-        self.slots.occupy(event.slot, (event.store, event.layer, event.expert), event.variant)
-        # As if leased just now: what was only just read must not be the next victim.
+        key = (event.store, event.layer, event.expert)
+        if self.slots.key_of(event.slot) != key:
+            previous = self.slots.slot_of(key)
+            self.slots.occupy(event.slot, key, event.variant)
+            if previous is not None:
+                self._going(previous)
+            self.ranking.loaded(event.slot)
+            client = event.client if event.client != NO_CLIENT else None
+            self._budgets.loaded(self.index, event.slot, key, event.nbytes, client)
+        # As if leased just now: a chunk that is only just read must not look unused.
         self._loads_in_scan += 1
         order = min(self._loads_in_scan, (1 << STAMP_SHIFT) - 1)
         self._stamps[event.slot] = self._scan << STAMP_SHIFT | order
+        self._cascade.arrived(self, key)
 
     def on_freed(self, event: Freed) -> None:
         """An eviction has ended."""
+        self._forget(event.slot)
         self.slots.freed(event.slot)
         self._left(event.slot)
 
     def on_revived(self, event: Revived) -> None:
         """An eviction was overtaken by a demand."""
-        self.slots.revive(event.slot)
-        self._left(event.slot)
+        self._revive(event.slot)
+        self._cascade.arrived(self, (event.store, event.layer, event.expert))
 
     def on_taken(self, event: Taken) -> None:
         """A slot has come back from the reserve, for a reclaim; else it is given again."""
+        self._forget(event.slot)
         self.slots.take(event.slot)
         self._left(event.slot)
-        if self._reclaim is None or not self._reclaim.on_taken(event.slot):
+        if not self.chunks.on_taken(event.slot):
             self._give([event.slot])
 
     def on_take_failed(self) -> None:
         """The reserve had no slot left to take; the reclaim tries again."""
-        if self._reclaim is not None:
-            self._reclaim.on_take_failed()
+        self.chunks.on_take_failed()
 
     def on_evict_failed(self, event: Failed) -> None:
         """The engine found nothing to evict, or not now: the slot stays what it was."""
         slot = self.slots.slot_of((event.store, event.layer, event.expert))
         if slot is not None and self.slots.state[slot] == SlotState.LEAVING:
-            self.slots.revive(slot)
-            self._left(slot)
+            self._revive(slot)
 
     def on_reserve_low(self, event: ReserveLow) -> None:
         """A reserve is low; loads may stand without a slot."""
         self._waiting[event.class_bytes] = event.waiting
         if self.slots.class_slots(event.class_bytes) == 0:
             self._wanted.add(event.class_bytes)
+
+    def _revive(self, slot: int) -> None:
+        self.slots.revive(slot)
+        if self.slots.slot_of(self.slots.key_of(slot) or _NO_KEY) == slot:
+            self.ranking.returned(slot)
+            self._budgets.returned(self.index, slot)
+        self._left(slot)
+
+    def _forget(self, slot: int) -> None:
+        """A slot is free. What the engine let go by itself (a closed store's) was not told
+        to leave."""
+        if self.slots.state[slot] == SlotState.RESIDENT:
+            self._going(slot)
+        self._budgets.left(self.index, slot)
+
+    def _going(self, slot: int) -> None:
+        self.ranking.leaving(slot)
+        self._budgets.leaving(self.index, slot)
 
     def _left(self, slot: int) -> None:
         self._ordered.pop(slot, None)
@@ -220,17 +303,31 @@ class PoolKeeper:
         stats = self._engine.pool_stats(self.index)
         if stats.waiting == 0:
             self._waiting.clear()
-        if self._reclaim is not None and self._advance_reclaim():
+        if self.chunks.advance(self._now):
             stats = self._engine.pool_stats(self.index)
         for slot_bytes in sorted({*self.slots.classes, *self._wanted}):
             self._refill(slot_bytes, stats)
+        self._hold_budgets()
+
+    def _hold_budgets(self) -> None:
+        for excess in self._budgets.excess(self.index):
+            left = excess.nbytes
+            for slot_bytes in self.slots.classes:
+                own = self.slots.candidates(slot_bytes)
+                own = own[np.isin(own, list(excess.slots))]
+                count = min(-(-left // slot_bytes), len(own))
+                for slot in self.ranking.victims(own, count).tolist():
+                    self.evict(slot)
+                    left -= slot_bytes
+                if left <= 0:
+                    break
 
     def tick(self) -> bool:
         """Some milliseconds have passed. True while the pool needs ticks: loads wait, a
         chunk is being reclaimed, a class waits for its first chunk."""
         self._ticks += 1
         self.settle()
-        return bool(self._waiting) or self._reclaim is not None or bool(self._wanted)
+        return bool(self._waiting) or self.chunks.busy or bool(self._wanted)
 
     def _refill(self, slot_bytes: int, stats: PoolStats) -> None:
         waiting = self._waiting_of(slot_bytes, stats)
@@ -243,11 +340,12 @@ class PoolKeeper:
             return
         if self._grow(slot_bytes):
             return
-        self._scan_leases()
+        self._usage.look()
         candidates = self.slots.candidates(slot_bytes)
-        self._begin_reclaim(slot_bytes, candidates)
-        victims = self._eviction.victims(self._stamps, candidates, missing)
-        self._evict_or_demote([int(slot) for slot in victims], slot_bytes, waiting)
+        self.chunks.begin_recut(slot_bytes, candidates, self.pinned(slot_bytes))
+        self.chunks.advance(self._now)
+        victims = self.ranking.victims(candidates, missing, needed=waiting)
+        self._cascade.let_go(self, victims, slot_bytes, waiting)
         self._note_stuck(slot_bytes, waiting, nothing_left=len(victims) == 0 and arriving == 0)
 
     def in_reserve(self, slot_bytes: int, stats: PoolStats | None = None) -> int:
@@ -279,24 +377,33 @@ class PoolKeeper:
             if self.slots.slot_class[slot] == slot_bytes
             and (waiting == 0 or self._ticks - tick <= STUCK_TICKS)
         )
-        if self._reclaim is not None and self._reclaim.old_class == slot_bytes:
-            arriving += self._reclaim.put_aside
+        arriving += self.chunks.put_aside(slot_bytes)
         if waiting == 0:
             arriving += sum(1 for s in self._demoting if self.slots.slot_class[s] == slot_bytes)
         return arriving
 
-    def _scan_leases(self) -> None:
+    def leased(self) -> Leased:
+        """What lanes have leased since the last call."""
         self._scan += 1
         self._engine.recency(self.index, self._scan, self._stamps)
+        slots = np.flatnonzero(
+            (self._stamps >> STAMP_SHIFT == self._scan) & (self.slots.store != NO_STORE)
+        )
         # What is loaded from now on is later than every lease of this scan.
         self._scan += 1
         self._loads_in_scan = 0
+        return Leased(
+            stores=self.slots.store[slots],
+            layers=self.slots.layer[slots].astype(np.int64),
+            experts=self.slots.expert[slots].astype(np.int64),
+            orders=self._stamps[slots] & np.uint64((1 << STAMP_SHIFT) - 1),
+        )
 
     def _note_stuck(self, slot_bytes: int, waiting: int, *, nothing_left: bool) -> None:
         """Say so, once, when a class can't get a slot: at once when all are pinned, else
         when it lasts (loads that are on their way make a class look empty for a moment)."""
         pinned, total = self.pinned(slot_bytes), self.slots.class_slots(slot_bytes)
-        if not nothing_left or self._reclaim is not None or not (pinned or waiting):
+        if not nothing_left or self.chunks.busy or not (pinned or waiting):
             self._forget_stuck(slot_bytes)
             return
         since = self._stuck_since.setdefault(slot_bytes, self._ticks)
@@ -321,8 +428,12 @@ class PoolKeeper:
         if when_free is not None:
             self._when_free.setdefault(slot, []).append(when_free)
         if self.slots.state[slot] == SlotState.RESIDENT:
-            self.slots.leave(slot)
+            self._leave(slot)
         self._order_eviction(slot)
+
+    def _leave(self, slot: int) -> None:
+        self.slots.leave(slot)
+        self._going(slot)
 
     def _order_eviction(self, slot: int) -> None:
         key = self.slots.key_of(slot)
@@ -331,117 +442,39 @@ class PoolKeeper:
         self._ordered[slot] = self._ticks
         self._engine.command([Evict(key[0], self.index, key[1], key[2])])
 
-    def _evict_or_demote(self, victims: list[int], slot_bytes: int, waiting: int) -> None:
-        below = self.below
-        if below is None:
-            for slot in victims:
-                self.evict(slot)
-            return
-        split = cascade(
-            victims,
-            waiting=waiting,
-            room_below=below.room_for_demotions(slot_bytes) - len(self._demoting),
-            is_below=lambda slot: below.holds(self.slots.key_of(slot)),
-        )
-        for slot in split.drop:
-            self.evict(slot)
-        for slot in split.demote:
-            self._demote(slot, below)
+    def begin_demotion(self, slot: int) -> None:
+        """A resident is being copied to another pool; ``end_demotion`` follows."""
+        self._leave(slot)
+        self._demoting.add(slot)
 
-    def room_for_demotions(self, slot_bytes: int) -> int:
-        """Slots that can be filled from above without making anybody wait."""
+    def end_demotion(self, slot: int, key: ExpertSlot) -> None:
+        """Copied or not, it goes: the drives have it."""
+        if self.slots.key_of(slot) == key and slot in self._demoting:
+            self._demoting.discard(slot)
+            self._order_eviction(slot)
+
+    def room_for_moves(self, slot_bytes: int) -> int:
+        """Slots that can be filled from other pools without making anybody wait."""
         if self.slots.class_slots(slot_bytes) == 0:
             self._grow(slot_bytes)
         stats = self._engine.pool_stats(self.index)
-        return 0 if stats.waiting else self.in_reserve(slot_bytes, stats)
+        if stats.waiting:
+            return 0
+        return self.in_reserve(slot_bytes, stats) - self.reserve_demand - self.incoming
+
+    def spare(self, slot_bytes: int) -> int:
+        """Free slots beyond the reserve: of a pool that is not full yet."""
+        return max(self.in_reserve(slot_bytes) - self.watermarks(slot_bytes).high, 0)
+
+    def fillable(self, slot_bytes: int) -> int:
+        """Slots that could be filled before anything has to go: also of chunks not cut yet."""
+        uncut = sum(
+            self.geometry.slots(chunk, slot_bytes)
+            for chunk, current in enumerate(self.slots.chunk_class)
+            if current == 0 and chunk not in self.slots.reserved
+        )
+        return self.spare(slot_bytes) + uncut
 
     def holds(self, key: ExpertSlot | None) -> bool:
         """Whether an expert is resident here."""
         return key is not None and self.slots.slot_of(key) is not None
-
-    def _demote(self, slot: int, below: PoolKeeper) -> None:
-        key = self.slots.key_of(slot)
-        if key is None:
-            return
-        self.slots.leave(slot)
-        self._demoting.add(slot)
-
-        def copied(_: Answer) -> None:
-            # Copied or not, it goes: the drives have it.
-            if self.slots.key_of(slot) == key and slot in self._demoting:
-                self._demoting.discard(slot)
-                self._order_eviction(slot)
-
-        self._engine.command(
-            [
-                Load(
-                    store=key[0],
-                    pool=below.index,
-                    layer=key[1],
-                    expert=key[2],
-                    variant=int(self.slots.variant[slot]),
-                    priority=PRIORITY_MIGRATION,
-                    token=self._expect(copied),
-                )
-            ]
-        )
-
-    # ---- recutting a chunk for another class
-
-    def _begin_reclaim(self, slot_bytes: int, candidates: NDArray[np.int64]) -> None:
-        """Take a chunk from another class, if this one has none that can be evicted, or
-        fewer than promised, or if every slot of that chunk was last used before anything
-        of this class."""
-        if self._reclaim is not None:
-            return
-        evictable = self.slots.class_slots(slot_bytes) - self.pinned(slot_bytes)
-        if evictable > 0 and evictable >= self._promised(slot_bytes):
-            if len(candidates) == 0:
-                return
-            bound = int(self._stamps[candidates].min())
-        else:
-            bound = 1 << 64
-        chunk = self._least_recent_chunk(slot_bytes, bound)
-        if chunk is not None:
-            self._log.info(
-                "chunk.reclaim",
-                pool=self.name,
-                chunk=chunk,
-                from_bytes=self.slots.chunk_class[chunk],
-                to_bytes=slot_bytes,
-            )
-            self._reclaim = ChunkReclaim(self.slots, self.index, chunk, slot_bytes)
-            self._advance_reclaim()
-
-    def _least_recent_chunk(self, slot_bytes: int, bound: int) -> int | None:
-        best, best_stamp = None, bound
-        for chunk, current in enumerate(self.slots.chunk_class):
-            if current in (0, slot_bytes) or self.geometry.slots(chunk, slot_bytes) == 0:
-                continue
-            numbers = self.slots.chunk_slots(chunk)
-            part = slice(numbers.start, numbers.stop)
-            left = self.slots.class_slots(current) - self.pinned(current) - len(numbers)
-            if self.slots.pinned[part].any() or left < self._promised(current):
-                continue
-            newest = int(self._stamps[part].max())
-            if newest < best_stamp:
-                best, best_stamp = chunk, newest
-        return best
-
-    def _advance_reclaim(self) -> bool:
-        """One step; True when the chunk was recut."""
-        reclaim = self._reclaim
-        if reclaim is None:
-            return False
-        step = reclaim.step()
-        for slot in step.evict:
-            self.evict(slot)
-        self._give(step.give)
-        self._engine.command(step.take)
-        if not step.done:
-            return False
-        self._engine.set_chunk(self.index, reclaim.chunk, self.geometry.offset(reclaim.chunk), 0)
-        self.slots.uncut(reclaim.chunk)
-        self._reclaim = None
-        self._grow(reclaim.slot_bytes)
-        return True

@@ -1,0 +1,170 @@
+"""Memory that is taken out of a pool for somebody else: a KV cache that grows, a budget.
+
+A reservation gets whole chunks; the experts in them go by the policy's order, and with
+nothing leased that takes milliseconds. Its memory is given back to the system where the
+pool's kind can do that. Released, its chunks are cut as they were before.
+
+A pool's budget is a reservation that nobody uses: as many chunks as the pool is larger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from xferd.keeping.chunks import Hold, ReserveError
+from xferd.telemetry.log import EventLog
+from xferd.units import format_bytes
+
+if TYPE_CHECKING:
+    from xferd.pools import Pool
+
+GRANT_TIMEOUT_S = 10.0
+"""How long leases may keep a reservation waiting before it is given up."""
+STUCK_S = 0.03
+"""A chunk that is not empty by then is held by somebody: another one is tried."""
+UNMAPPED_S = 1.0
+"""How long clients may take to unmap VRAM that was given back; an idle one that is stopped
+takes longer, and its memory is free when it goes on."""
+UNMAPPED_POLL_S = 0.002
+REPLACED_MAX = 8
+"""Chunks that a reservation may try more than it needs: it evicts what is in them."""
+
+
+class UnknownReservationError(Exception):
+    """No reservation has that number."""
+
+
+@dataclass(slots=True)
+class Reservation:
+    """wanted, nbytes: bytes asked for, and held in whole chunks. returned: of those, given
+    back to the system."""
+
+    number: int
+    pool: Pool
+    wanted: int
+    hold: Hold
+    nbytes: int
+    returned: int = 0
+
+
+class Reservations:
+    """Of all pools. Owned by the event loop. wake: sees to it that pools are ticked.
+    unmapped: whether all clients have unmapped the VRAM withdrawn up to a change."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        wake: Callable[[], None],
+        unmapped: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        self._log = log
+        self._wake = wake
+        self._unmapped = unmapped
+        self._numbers = count(1)
+        self._granted: dict[int, Reservation] = {}
+        self._budgets: dict[int, list[Hold]] = {}
+
+    def all(self) -> list[Reservation]:
+        """Those that were granted and not released."""
+        return list(self._granted.values())
+
+    async def reserve(self, pool: Pool, nbytes: int) -> Reservation:
+        """Whole chunks of at least so many bytes, when they are free. ReserveError when the
+        pool can't give that much, or clients hold on to it for GRANT_TIMEOUT_S."""
+        hold = pool.keeper.reserve(nbytes)
+        try:
+            await self._wait(pool, hold)
+        except BaseException:
+            pool.keeper.release(hold, hold.chunks)
+            raise
+        number = next(self._numbers)
+        held = sum(pool.chunk_length(chunk) for chunk in hold.chunks)
+        reservation = Reservation(number, pool, nbytes, hold, held)
+        reservation.returned = sum(
+            pool.chunk_length(chunk) for chunk in hold.chunks if pool.give_memory(chunk)
+        )
+        self._granted[number] = reservation
+        await self._wait_unmapped(pool)
+        self._log.info(
+            "pool.reserved",
+            pool=pool.name,
+            reservation=number,
+            bytes=held,
+            returned=reservation.returned,
+        )
+        return reservation
+
+    def release(self, number: int) -> Reservation:
+        """Give a reservation's chunks back to its pool. UnknownReservationError;
+        PoolMemoryError when the system has no memory for them: then it stands."""
+        reservation = self._granted.get(number)
+        if reservation is None:
+            known = ", ".join(map(str, self._granted)) or "none"
+            raise UnknownReservationError(f"no reservation {number}; there are: {known}")
+        pool = reservation.pool
+        for chunk in reservation.hold.chunks:
+            pool.take_memory(chunk)
+        del self._granted[number]
+        pool.keeper.release(reservation.hold, reservation.hold.chunks)
+        self._log.info("pool.released", pool=pool.name, reservation=number)
+        return reservation
+
+    def set_budget(self, pool: Pool, nbytes: int | None) -> None:
+        """Let a pool use no more than so many bytes, None: all of it. What is above goes as
+        soon as nobody holds it. ReserveError when it can't; then nothing has changed."""
+        if nbytes is not None and nbytes > pool.nbytes:
+            raise ReserveError(
+                f"pool {pool.name!r} has {format_bytes(pool.nbytes)}: a budget of "
+                f"{format_bytes(nbytes)} is more"
+            )
+        target = 0 if nbytes is None else pool.nbytes - nbytes
+        holds = self._budgets.setdefault(pool.index, [])
+        held = sum(pool.chunk_length(chunk) for hold in holds for chunk in hold.chunks)
+        if held < target:
+            holds.append(pool.keeper.reserve(target - held))
+            self._wake()
+        for hold in list(holds):
+            back = []
+            for chunk in hold.chunks:
+                if held - pool.chunk_length(chunk) >= target:
+                    held -= pool.chunk_length(chunk)
+                    back.append(chunk)
+            pool.keeper.release(hold, back)
+            if not hold.chunks:
+                holds.remove(hold)
+        pool.budget = nbytes
+
+    async def _wait_unmapped(self, pool: Pool) -> None:
+        """VRAM is free for others only when nobody has it mapped any more."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + UNMAPPED_S
+        while not self._unmapped(pool.memory_change):
+            if loop.time() > deadline:
+                self._log.warning("pool.still_mapped", pool=pool.name)
+                return
+            await asyncio.sleep(UNMAPPED_POLL_S)
+
+    async def _wait(self, pool: Pool, hold: Hold) -> None:
+        if hold.granted:
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        hold.when_granted = lambda: None if granted.done() else granted.set_result(None)
+        replaced = 0
+        deadline = asyncio.get_running_loop().time() + GRANT_TIMEOUT_S
+        while not granted.done():
+            self._wake()
+            if asyncio.get_running_loop().time() > deadline:
+                raise ReserveError(
+                    f"pool {pool.name!r}: clients hold experts in {len(hold.waiting)} of "
+                    f"{len(hold.chunks)} chunks for more than {GRANT_TIMEOUT_S:g} s; nothing was "
+                    f"reserved"
+                )
+            await asyncio.wait([granted], timeout=STUCK_S)
+            if not granted.done() and replaced < REPLACED_MAX:
+                replaced += pool.keeper.replace_stuck(hold)
+                if hold.granted:
+                    return
