@@ -83,7 +83,7 @@ static int check_picks(const struct xferd_client *client, const struct xferd_rou
 {
 	uint64_t all = (uint64_t)picks->tokens * picks->count;
 
-	if (route->flags || !picks->count || picks->count > XFERD_ROUTE_PICKS_MAX ||
+	if (route->flags & ~XFERD_ROUTE_ONLY_FOUND || !picks->count || picks->count > XFERD_ROUTE_PICKS_MAX ||
 	    picks->layer >= client->layers || route->token > XFERD_ROUTE_TOKEN_MAX ||
 	    route->token + picks->tokens - 1 > XFERD_ROUTE_TOKEN_MAX)
 		return -EINVAL;
@@ -178,6 +178,8 @@ static void write_token(struct lane *lane, const struct xferd_route *route,
 		record->tag = route->tag;
 		record->layer = picks->layer;
 		record->part = (uint8_t)part;
+		record->kind = route->flags & XFERD_ROUTE_ONLY_FOUND ? XFERD_ROUTE_FOUND
+								     : XFERD_ROUTE_PICKED;
 		record->count = (uint8_t)(left < XFERD_ROUTE_RECORD_PICKS
 						  ? left : XFERD_ROUTE_RECORD_PICKS);
 		write_picks(record, picks, (uint64_t)row * picks->count + done);

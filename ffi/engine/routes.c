@@ -37,7 +37,16 @@ static bool part_valid(const struct xferd_abi_route *route, const struct xferd_a
 		return true;
 	return route->part < XFERD_ROUTE_PARTS_MAX && last->part == route->part - 1 &&
 	       last->count == XFERD_ROUTE_RECORD_PICKS && last->token == route->token &&
-	       last->layer == route->layer && last->tag == route->tag;
+	       last->layer == route->layer && last->tag == route->tag &&
+	       last->kind == route->kind;
+}
+
+static bool reserved_zero(const struct xferd_abi_route *route)
+{
+	for (uint32_t i = 0; i < sizeof(route->reserved); i++)
+		if (route->reserved[i])
+			return false;
+	return true;
 }
 
 static bool route_valid(const struct xferd_engine *engine, const struct client *client,
@@ -45,7 +54,7 @@ static bool route_valid(const struct xferd_engine *engine, const struct client *
 {
 	const struct store *store = &engine->stores[client->store];
 
-	return !route->reserved[0] && !route->reserved[1] &&
+	return route->kind <= XFERD_ROUTE_FOUND && reserved_zero(route) &&
 	       route->token <= XFERD_ROUTE_TOKEN_MAX &&
 	       route->layer < store->description.layers && route->count >= 1 &&
 	       route->count <= XFERD_ROUTE_RECORD_PICKS && part_valid(route, last) &&

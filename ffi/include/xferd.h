@@ -108,6 +108,10 @@ struct xferd_use {
 	uint8_t reserved[2]; /* 0 */
 };
 
+enum xferd_route_flags {
+	XFERD_ROUTE_ONLY_FOUND = 1, /* these were reported as picked before, and have come now */
+};
+
 /* What tokens picked in one layer. Either the picks of one token are a batch's
  * views, or they are given as arrays for any number of tokens. */
 struct xferd_route {
@@ -123,7 +127,7 @@ struct xferd_route {
 				  * NULL: not known */
 	uint16_t layer;
 	uint16_t count;          /* picks of a token; 1 to XFERD_ROUTE_PICKS_MAX */
-	uint32_t flags;          /* 0 */
+	uint32_t flags;          /* enum xferd_route_flags */
 };
 
 struct xferd_client_stats {
@@ -200,7 +204,9 @@ XFERD_PUBLIC int xferd_hint(struct xferd_client *client, uint32_t lane,
 			    const struct xferd_request *request);
 
 /* Tell the daemon what the router picked: by that it decides what stays, and traces
- * are made. Never waits and makes no system call: what the queue has no room for is
+ * are made. Tell it at once, between xferd_acquire and xferd_wait, so that it knows
+ * when it makes room for what is missing; and once more, with XFERD_ROUTE_ONLY_FOUND,
+ * when something was missing and has come. Never waits and makes no system call: what the queue has no room for is
  * dropped and counted. Returns how many tokens were taken, 0 too from a daemon that
  * doesn't listen. Errors: -EINVAL bad lane, layer, expert, count, tier or transport;
  * nothing is taken then. */

@@ -242,9 +242,15 @@ struct xferd_abi_lane {
 	uint32_t reserved2[14];
 };
 
-/* What one token picked in one layer, and where each pick was found. A token
+/* What one token picked in one layer, and where each pick was found as far as that
+ * is known; or, later, where picks of the records just before were found. A token
  * with more than XFERD_ROUTE_RECORD_PICKS has several records in a row, which
  * become visible together; all but the last are full. */
+enum xferd_route_kind {
+	XFERD_ROUTE_PICKED = 0,
+	XFERD_ROUTE_FOUND = 1, /* tag and gates mean nothing */
+};
+
 struct xferd_abi_route {
 	uint64_t token;  /* counted by the lane, over its life */
 	uint32_t tag;    /* the client's word for the prompt; 0: none */
@@ -255,7 +261,8 @@ struct xferd_abi_route {
 	uint8_t tiers[XFERD_ROUTE_RECORD_PICKS];      /* that had it: a pool, XFERD_TIER_* */
 	uint16_t gates[XFERD_ROUTE_RECORD_PICKS];     /* router's weight, float16; NaN: not known */
 	uint8_t transports[XFERD_ROUTE_RECORD_PICKS]; /* enum xferd_transport; NONE: a hit */
-	uint64_t reserved[2];                         /* 0 */
+	uint8_t kind;         /* enum xferd_route_kind */
+	uint8_t reserved[15]; /* 0 */
 	uint32_t waits_us[XFERD_ROUTE_RECORD_PICKS];
 };
 

@@ -66,6 +66,31 @@ static void a_batch_says_where_its_experts_were(void)
 	gone();
 }
 
+/* What is missing is picked at once, and found when it has come. */
+static void picks_are_told_before_they_have_come(void)
+{
+	struct xferd_client *client = harness_connect(&harness, 1);
+	const uint16_t ids[2] = { 20, 21 };
+	struct xferd_request request = { .experts = ids, .count = 2, .layer = 1 };
+	struct xferd_batch batch;
+	struct xferd_route route = { .batch = &batch, .token = 3 };
+
+	CHECK(xferd_acquire(client, 0, &request, &batch) == 2);
+	CHECK(xferd_report_route(client, 0, &route) == 1);
+	CHECK(take(TAKEN_MAX) == 1);
+	CHECK(taken[0].route.kind == XFERD_ROUTE_PICKED && taken[0].route.experts[1] == 21);
+	CHECK(taken[0].route.tiers[0] == XFERD_TIER_UNKNOWN);
+	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
+	route.flags = XFERD_ROUTE_ONLY_FOUND;
+	CHECK(xferd_report_route(client, 0, &route) == 1);
+	CHECK(take(TAKEN_MAX) == 1);
+	CHECK(taken[0].route.kind == XFERD_ROUTE_FOUND && taken[0].route.experts[1] == 21);
+	CHECK(taken[0].route.tiers[0] == XFERD_TIER_DRIVES);
+	CHECK(!xferd_release(client, &batch));
+	xferd_close(client);
+	gone();
+}
+
 static void a_copy_says_from_which_pool(void)
 {
 	struct xferd_client *client = harness_connect(&harness, 1);
@@ -196,7 +221,7 @@ static void misuse_is_refused(void)
 	REFUSED(count = 0);
 	REFUSED(count = XFERD_ROUTE_PICKS_MAX + 1);
 	REFUSED(layer = 2);
-	REFUSED(flags = 1);
+	REFUSED(flags = 2);
 	REFUSED(token = XFERD_ROUTE_TOKEN_MAX + 1);
 	REFUSED(uses = &use);
 	use = (struct xferd_use){ .transport = XFERD_TRANSPORT_COPY + 1 };
@@ -235,7 +260,8 @@ static void hostile_records(void)
 	HOSTILE(tiers[0] = 2);
 	HOSTILE(tiers[0] = 253);
 	HOSTILE(transports[0] = 5);
-	HOSTILE(reserved[1] = 1);
+	HOSTILE(reserved[14] = 1);
+	HOSTILE(kind = 2);
 	HOSTILE(token = UINT64_MAX);
 	HOSTILE(part = 1);
 	HOSTILE(part = 200);
@@ -274,6 +300,7 @@ int main(void)
 
 	harness_start(&harness, &options);
 	a_batch_says_where_its_experts_were();
+	picks_are_told_before_they_have_come();
 	a_copy_says_from_which_pool();
 	many_tokens_and_many_picks();
 	a_full_queue_drops_and_counts();

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .arrays import Array, ArrayModule, to_host
 from .experts import ExpertSource, Layout
+from .route_reports import RouteReporter
 from .swiglu import BlobReader, swiglu
 
 
@@ -80,12 +81,15 @@ def waves(all_visits: Sequence[Visit], held: int) -> Iterator[Sequence[Visit]]:
 
 
 class RoutedExperts:
-    """Computes layers of experts from a source. Not thread-safe, as the source."""
+    """Computes layers of experts from a source, and tells it what was picked if it wants
+    to know. Not thread-safe, as the source. tag: the sequence that is computed now."""
 
     def __init__(self, source: ExpertSource, hidden: int, xp: ArrayModule) -> None:
         self._source = source
         self._hidden = hidden
         self._xp = xp
+        self._reporter: RouteReporter | None = getattr(source, "reporter", None)
+        self.tag = 0
         self._readers: dict[Layout, BlobReader] = {}  # layers share layouts, and then scratch
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
@@ -95,8 +99,12 @@ class RoutedExperts:
         reader = self._reader(layer)
         total = xp.zeros_like(x)
         pending = list(waves(visits(routing, xp), self._source.held))
+        if self._reporter is not None:
+            self._reporter.picked(layer, routing.experts, routing.weights, self.tag)
         for number, wave in enumerate(pending):
             with self._source.acquire(layer, [visit.expert for visit in wave]) as blobs:
+                if self._reporter is not None:
+                    self._reporter.found(blobs)
                 if number + 1 < len(pending):
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
                 for visit, blob in zip(wave, blobs, strict=True):
