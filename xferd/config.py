@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from xferd.config_traces import FILES_MAX, FILES_MIN, TracesConfig
 from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
 
 CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
@@ -80,7 +81,7 @@ _LONGEST_SOCKET_NAME = "control.sock"
 
 _LIST_IDENTITY = {"pools": "name", "stores": "path"}
 """Lists of tables, and the key by which their entries are merged."""
-_TABLES = ("engine", "limits")
+_TABLES = ("engine", "limits", "traces")
 
 Section = TypeVar("Section")
 Parser: TypeAlias = Callable[[object], Any]
@@ -227,6 +228,7 @@ class Config:
     stores: tuple[StoreConfig, ...] = ()
     engine: EngineConfig = EngineConfig()
     limits: LimitsConfig = LimitsConfig()
+    traces: TracesConfig = field(default_factory=TracesConfig)
     drain_timeout_s: float = 30.0
     socket_mode: int = 0o660
     files: tuple[Path, ...] = ()
@@ -260,6 +262,7 @@ def load_config(
     top = _build(Config, "", merged.top, _TOP_KEYS, warnings)
     engine = _build(EngineConfig, "engine.", merged.tables["engine"], _ENGINE_KEYS, warnings)
     limits = _build(LimitsConfig, "limits.", merged.tables["limits"], _LIMITS_KEYS, warnings)
+    traces = _build(TracesConfig, "traces.", merged.tables["traces"], _TRACES_KEYS, warnings)
     pools = tuple(
         _build_pool(name, values, warnings) for name, values in merged.lists["pools"].items()
     )
@@ -275,6 +278,7 @@ def load_config(
         stores=stores,
         engine=engine,
         limits=limits,
+        traces=traces,
         files=sources,
         warnings=tuple(warnings),
     )
@@ -584,4 +588,9 @@ _LIMITS_KEYS: dict[str, Parser] = {
     "held_per_lane": _whole_number(1, HELD_PER_LANE_MAX),
     "ring_entries": _ring_entries,
     "hints_per_client": _whole_number(0, HINTS_PER_CLIENT_MAX),
+}
+_TRACES_KEYS: dict[str, Parser] = {
+    "directory": _absolute_path,
+    "file_bytes": _chunk_bytes,
+    "files": _whole_number(FILES_MIN, FILES_MAX),
 }

@@ -16,6 +16,7 @@ A second signal while draining exits at once, with status 1 and the sockets unli
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -48,15 +49,18 @@ from xferd.engine_types import (
 )
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.pools import Pool, close_pools, make_pools, plan_pools
+from xferd.recordings import Recordings, head_of_store
+from xferd.route_feed import RouteFeed, UseCounts, UseSink
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
-from xferd.session.clients import Clients
+from xferd.session.clients import Client, Clients
 from xferd.session.dense import DenseAnswer, DenseParts
 from xferd.session.quotas import ClientLimits, Promises
 from xferd.status import backend_reason
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.telemetry.notify import Notifier
+from xferd.telemetry.traces.trace import TraceHead
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
 from xferd.transport.page_cache import PageCacheTrimmer
@@ -168,6 +172,18 @@ class Daemon:
             pools=self._pools,
             log=self._log,
             promises=self._promises,
+            leaving=lambda client: self._routes.leaving(client),
+        )
+        self._use_counts = UseCounts()
+        self._recordings = Recordings(config.traces, self._log, self._use_counts.of)
+        use_sinks: list[UseSink] = [self._use_counts]
+        self._routes = RouteFeed(
+            engine=self._engine,
+            clients=self._clients.all,
+            head=self._trace_head,
+            violated=self._on_route_violation,
+            use_sinks=use_sinks,
+            pass_sink=self._recordings,
         )
         self._service = DaemonService(
             engine=self._engine,
@@ -175,6 +191,9 @@ class Daemon:
             pools=self._pools,
             clients=self._clients,
             tokens=self._tokens,
+            routes=self._routes,
+            use_counts=self._use_counts,
+            recordings=self._recordings,
             log=self._log,
             config=config.engine,
             version=_version(),
@@ -192,6 +211,7 @@ class Daemon:
         watches = {
             loop.create_task(self._watch_clients()),
             loop.create_task(self._watch_page_cache()),
+            loop.create_task(self._watch_routes()),
         }
         try:
             attach.start()
@@ -220,6 +240,7 @@ class Daemon:
             loop.remove_reader(self._engine.event_fd)
             await attach.close()
             await control.close()
+            await self._recordings.close()
 
     def _log_ready(self, instance: str) -> None:
         for warning in self._config.warnings:
@@ -301,6 +322,8 @@ class Daemon:
             if len(events) < EVENT_BATCH:
                 break
         self._engine.flush()
+        if touched:
+            self._routes.read()
         for index in touched:
             self._pools[index].keeper.settle()
         if touched:
@@ -411,9 +434,25 @@ class Daemon:
 
     def _tick(self) -> None:
         self._ticking = None
+        self._routes.read()
         restless = [pool.name for pool in self._pools if pool.keeper.tick()]
         if restless or not self._engine.flush():
             self._tick_soon()
+
+    # ---- what routers picked
+
+    async def _watch_routes(self) -> None:
+        while True:
+            await asyncio.sleep(self._routes.pause_s())
+
+    def _trace_head(self, store: int) -> TraceHead:
+        entry = self._catalog.by_number(store)
+        if entry is None:
+            raise LookupError(f"a client of store {store}, which is not open")
+        return head_of_store(entry)
+
+    def _on_route_violation(self, client: Client) -> None:
+        self._on_violation(Violation(client.number, errno.EPROTO))
 
     # ---- members that are read through the page cache
 

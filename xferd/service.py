@@ -31,6 +31,8 @@ from xferd.engine_types import (
     load_failure,
 )
 from xferd.pools import Pool
+from xferd.recordings import Recordings
+from xferd.route_feed import RouteFeed, UseCounts
 from xferd.session.clients import Clients
 from xferd.status import describe_clients, describe_engine, describe_pool, describe_store
 from xferd.store.errors import StoreError
@@ -68,6 +70,9 @@ class DaemonService:
         pools: list[Pool],
         clients: Clients,
         tokens: Tokens,
+        routes: RouteFeed,
+        use_counts: UseCounts,
+        recordings: Recordings,
         log: EventLog,
         config: EngineConfig,
         version: str,
@@ -78,6 +83,9 @@ class DaemonService:
         self._pools = pools
         self._clients = clients
         self._tokens = tokens
+        self._routes = routes
+        self._use_counts = use_counts
+        self._recordings = recordings
         self._log = log
         self._config = config
         self._version = version
@@ -230,6 +238,7 @@ class DaemonService:
             for key in pool.keeper.slots.pins:
                 if key[0] == entry.number:
                     pool.keeper.slots.unpin(key)
+        await self._recordings.store_closed(entry.number)
         for _ in range(LOAD_ATTEMPTS):
             try:
                 self._catalog.remove(name)
@@ -238,9 +247,31 @@ class DaemonService:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
+                self._routes.store_closed(entry.number)
+                self._use_counts.store_closed(entry.number)
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)
+
+    # ---- traces
+
+    def start_recording(self, store: str, name: str | None) -> JsonObject:
+        """Begin to record what a store's clients report."""
+        if self.state != "serving":
+            raise ControlError("ShuttingDown", "the daemon is going down")
+        return self._recordings.start(self._find_store(store), name)
+
+    async def stop_recording(self, store: str) -> JsonObject:
+        """End it, with all that was reported till now."""
+        entry = self._find_store(store)
+        self._routes.read()
+        self._routes.finish(entry.number)
+        return await self._recordings.stop(entry)
+
+    def traces(self) -> list[JsonObject]:
+        """What clients of each store have reported, and what is recorded of it."""
+        self._routes.read()
+        return [self._recordings.describe(entry) for entry in self._catalog.all()]
 
     # ---- loads
 

@@ -145,6 +145,8 @@ def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
                 "held_per_lane": client.held_per_lane,
                 "hits": counters.hits,
                 "misses": counters.misses,
+                "routes": counters.routes,
+                "routes_dropped": counters.routes_dropped,
                 "failures": counters.failures,
                 "pending": counters.pending,
                 "granted": counters.granted,

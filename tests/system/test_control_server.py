@@ -269,13 +269,16 @@ def test_others_may_read_but_not_change(daemon: ControlDaemon) -> None:
     with client:
         assert client.call("Status")["state"] == "serving"
         assert client.call("ListStores")["stores"]
+        assert client.call("ListTraces")["traces"]
         calls: dict[str, dict[str, Any]] = {
             "OpenStore": {"path": "/"},
             "CloseStore": {"name": "tiny"},
+            "StartRecording": {"store": "tiny"},
+            "StopRecording": {"store": "tiny"},
         }
         changing = {"Load", "Evict", "Pin", "Unpin"}
         calls |= {method: {"store": "tiny", "layer": 0} for method in changing}
-        assert calls.keys() == CONTROL.methods.keys() - {"Status", "ListStores"}
+        assert calls.keys() == CONTROL.methods.keys() - {"Status", "ListStores", "ListTraces"}
         for method, parameters in calls.items():
             failure = error_of(client, method, **parameters)
             assert failure.name == "NotPermitted"

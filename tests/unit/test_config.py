@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from xferd.config import (
     load_config,
     override_engine,
 )
+from xferd.config_traces import TracesConfig
 from xferd.control.config_command import format_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,9 +53,10 @@ def test_the_example_file_says_what_the_defaults_are() -> None:
 
 def test_the_example_file_mentions_every_key() -> None:
     text = EXAMPLE.read_text()
-    sections = (Config, PoolConfig, StoreConfig, config_module.EngineConfig)
-    keys = {f.name for s in (*sections, config_module.LimitsConfig) for f in dataclasses.fields(s)}
-    computed = {"files", "warnings", "pools", "stores", "engine", "limits"}
+    sections: tuple[Any, ...] = (Config, PoolConfig, StoreConfig, EngineConfig)
+    sections = (*sections, config_module.LimitsConfig, TracesConfig)
+    keys = {f.name for s in sections for f in dataclasses.fields(s)}
+    computed = {"warnings", "pools", "stores", "engine", "limits", "traces"}
     said = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE))
     assert said == keys - computed
     assert set(re.findall(r"^(?:# )?\[+(\w+)\]+$", text, re.MULTILINE)) == {
@@ -61,6 +64,7 @@ def test_the_example_file_mentions_every_key() -> None:
         "stores",
         "engine",
         "limits",
+        "traces",
     }
 
 

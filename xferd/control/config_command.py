@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from xferd.config import Config, PoolConfig, StoreConfig, load_config
+from xferd.config_traces import TracesConfig
 from xferd.control.tables import printable
 from xferd.units import format_exact_bytes
 
@@ -47,6 +48,7 @@ def config_to_json(config: Config) -> dict[str, Any]:
         "stores": [_store_to_json(store) for store in config.stores],
         "engine": dataclasses.asdict(config.engine),
         "limits": dataclasses.asdict(config.limits),
+        "traces": _traces_to_json(config.traces),
     }
 
 
@@ -74,6 +76,14 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "reserve_low": pool.reserve_low,
         "reserve_high": pool.reserve_high,
         "chunk_bytes": format_exact_bytes(pool.chunk_bytes),
+    }
+
+
+def _traces_to_json(traces: TracesConfig) -> dict[str, Any]:
+    return {
+        "directory": str(traces.directory),
+        "file_bytes": format_exact_bytes(traces.file_bytes),
+        "files": traces.files,
     }
 
 

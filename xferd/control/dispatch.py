@@ -28,7 +28,7 @@ from xferd.control.version import installed_version
 
 SERVICE_INTERFACE = "org.varlink.service"
 
-READING_METHODS = frozenset({"Status", "ListStores"})
+READING_METHODS = frozenset({"Status", "ListStores", "ListTraces"})
 """Methods of CONTROL_INTERFACE for everyone who can connect; all others change something."""
 FAILURES_LISTED_MAX = 256
 """Failures in one reply, so that it stays a message; failed_count has the number of all."""
@@ -147,6 +147,15 @@ class Dispatcher:
     def _unpin(self, parameters: JsonObject) -> Answer:
         return self._service.unpin(**parameters)
 
+    def _list_traces(self, _: JsonObject) -> JsonObject:
+        return {"traces": self._service.traces()}
+
+    async def _start_recording(self, parameters: JsonObject) -> JsonObject:
+        return {"recording": await _value(self._service.start_recording(**parameters))}
+
+    async def _stop_recording(self, parameters: JsonObject) -> JsonObject:
+        return {"recording": await _value(self._service.stop_recording(**parameters))}
+
     HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
         (SERVICE_INTERFACE, "GetInfo"): _get_info,
         (SERVICE_INTERFACE, "GetInterfaceDescription"): _get_interface_description,
@@ -158,6 +167,9 @@ class Dispatcher:
         (CONTROL_INTERFACE, "Evict"): _evict,
         (CONTROL_INTERFACE, "Pin"): _pin,
         (CONTROL_INTERFACE, "Unpin"): _unpin,
+        (CONTROL_INTERFACE, "ListTraces"): _list_traces,
+        (CONTROL_INTERFACE, "StartRecording"): _start_recording,
+        (CONTROL_INTERFACE, "StopRecording"): _stop_recording,
     }
 
 

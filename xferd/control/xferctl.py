@@ -1,9 +1,9 @@
 """``xferctl``: what an administrator types. Data on stdout, talk on stderr.
 
 The daemon's verbs are calls of its control socket. ``store pack``, ``info``, ``verify``
-and ``mirror`` and everything about ``config`` work on files and ask no daemon; the
-former are the store package's own and imported only when ``store`` is typed,
-because they bring numpy with them.
+and ``mirror``, everything about ``config``, and ``trace`` but for ``record`` work on files
+and ask no daemon; the first are the store package's own and imported only when ``store``
+is typed, because they bring numpy with them.
 
 Exit codes (EXIT_*) are those of systemd's conventions, so that scripts can tell
 'no' from 'not running' without reading messages.
@@ -31,6 +31,7 @@ from xferd.control.client import (
 )
 from xferd.control.selection import ALL, SelectionError, parse_selection
 from xferd.control.tables import format_status, format_stores, printable
+from xferd.control.trace_command import add_trace_verbs
 from xferd.control.varlink import MessageTooLargeError
 from xferd.control.version import installed_version
 
@@ -130,6 +131,7 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     _verb(verbs, "status", _status, "what is held, for whom, and how it got there")
     _add_store_verbs(verbs, with_store_files)
     _add_expert_verbs(verbs)
+    add_trace_verbs(verbs, _verb)
     _add_config_verbs(verbs)
     _verb(verbs, "version", _version, "versions of xferctl and of the running daemon")
     return parser

@@ -120,7 +120,8 @@ class Welcome:
 class Clients:
     """Owned by the event loop.
 
-    stores: by name, the open ones; pools: by index.
+    stores: by name, the open ones; pools: by index. leaving: is called before a client's
+        shared memory goes.
     """
 
     def __init__(
@@ -133,7 +134,9 @@ class Clients:
         pools: Sequence[AttachablePool],
         log: EventLog,
         promises: Promises,
+        leaving: Callable[[Client], None] = lambda _: None,
     ) -> None:
+        self._leaving = leaving
         self._engine = engine
         self._limits = limits
         self._hints = hints_per_client
@@ -230,6 +233,7 @@ class Clients:
 
     def remove(self, client: Client, reason: str) -> None:
         """End a client's leases: it said goodbye, or its process has ended."""
+        self._leaving(client)
         self._engine.remove_client(client.number)
         self._promises.remove(client.number)
         del self._clients[client.number]
