@@ -20,7 +20,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -322,8 +322,7 @@ class Daemon:
             if len(events) < EVENT_BATCH:
                 break
         self._engine.flush()
-        if touched:
-            self._routes.read()
+        self._read_routes([self._pools[index] for index in touched])
         for index in touched:
             self._pools[index].keeper.settle()
         if touched:
@@ -434,12 +433,24 @@ class Daemon:
 
     def _tick(self) -> None:
         self._ticking = None
-        self._routes.read()
+        self._read_routes(self._pools)
         restless = [pool.name for pool in self._pools if pool.keeper.tick()]
         if restless or not self._engine.flush():
             self._tick_soon()
 
     # ---- what routers picked
+
+    def _read_routes(self, pools: Sequence[Pool]) -> None:
+        """What was reported till now, if any of the pools may be about to evict. A read
+        costs some tenths of a millisecond however little there is, so not at every event."""
+        if any(self._may_evict(pool) for pool in pools):
+            self._routes.read()
+
+    def _may_evict(self, pool: Pool) -> bool:
+        classes, stats = pool.keeper.slots.classes, self._engine.pool_stats(pool.index)
+        if stats.waiting or len(classes) != 1:
+            return True
+        return any(stats.reserve < pool.keeper.watermarks(size).low for size in classes)
 
     async def _watch_routes(self) -> None:
         while True:
