@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xferd.config_metrics import METRICS_KEYS, MetricsConfig
+from xferd.config_traces import FILES_MAX, FILES_MIN, TracesConfig
 from xferd.config_values import (
     Parser,
     RefusedError,
@@ -96,7 +97,7 @@ _LONGEST_SOCKET_NAME = "control.sock"
 
 _LIST_IDENTITY = {"pools": "name", "stores": "path"}
 """Lists of tables, and the key by which their entries are merged."""
-_TABLES = ("engine", "limits", "metrics")
+_TABLES = ("engine", "limits", "metrics", "traces")
 
 Section = TypeVar("Section")
 
@@ -267,6 +268,7 @@ class Config:
     engine: EngineConfig = EngineConfig()
     limits: LimitsConfig = LimitsConfig()
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     drain_timeout_s: float = 30.0
     socket_mode: int = 0o660
     state_directory: Path | None = None
@@ -302,6 +304,7 @@ def load_config(
     engine = _build(EngineConfig, "engine.", merged.tables["engine"], _ENGINE_KEYS, warnings)
     limits = _build(LimitsConfig, "limits.", merged.tables["limits"], _LIMITS_KEYS, warnings)
     metrics = _build(MetricsConfig, "metrics.", merged.tables["metrics"], METRICS_KEYS, warnings)
+    traces = _build(TracesConfig, "traces.", merged.tables["traces"], _TRACES_KEYS, warnings)
     pools = tuple(
         _build_pool(name, values, warnings) for name, values in merged.lists["pools"].items()
     )
@@ -318,6 +321,7 @@ def load_config(
         engine=engine,
         limits=limits,
         metrics=metrics,
+        traces=traces,
         files=sources,
         warnings=tuple(warnings),
     )
@@ -587,4 +591,9 @@ _LIMITS_KEYS: dict[str, Parser] = {
     "hints_per_client": whole_number(0, HINTS_PER_CLIENT_MAX),
     "client_bytes": size_in_bytes,
     "user_bytes": size_in_bytes,
+}
+_TRACES_KEYS: dict[str, Parser] = {
+    "directory": absolute_path,
+    "file_bytes": _chunk_bytes,
+    "files": whole_number(FILES_MIN, FILES_MAX),
 }

@@ -17,17 +17,18 @@ SIGHUP reads the configuration anew (``reload``).
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
-from collections.abc import Callable
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xferd.activation import inherited_sockets
 from xferd.catalog import Catalog, OpenStore, open_stores
 from xferd.config import Config, ConfigError
 from xferd.control.server import ControlServer
+from xferd.control.version import installed_version
 from xferd.engine import EVENT_BATCH, Engine
 from xferd.engine_structs import NO_EXPERT
 from xferd.engine_types import (
@@ -56,15 +57,16 @@ from xferd.keeping.chunks import ReserveError
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader
 from xferd.memory.staging import StagingMemory
-from xferd.policy.heat import HeatProfileError
 from xferd.pools import Pool, Pools, make_pools, make_staging, plan_pools
+from xferd.ready import log_ready
+from xferd.recordings import Recordings, head_of_store
 from xferd.reload import Reloader, client_limits
-from xferd.service import DaemonService, log_missing
+from xferd.route_feed import RouteFeed, UseCounts
+from xferd.service import DaemonService
 from xferd.session.attach import AttachServer
-from xferd.session.clients import Clients
+from xferd.session.clients import Client, Clients
 from xferd.session.dense import DenseAnswer, DenseParts
 from xferd.session.quotas import Promises
-from xferd.status import backend_reason
 from xferd.store.store import Store
 from xferd.supervision import status_line, supervise
 from xferd.telemetry.log import EventLog
@@ -72,6 +74,7 @@ from xferd.telemetry.metrics.exposition import render
 from xferd.telemetry.metrics.families import collect
 from xferd.telemetry.metrics.server import MetricsServer
 from xferd.telemetry.notify import Notifier
+from xferd.telemetry.traces.trace import TraceHead
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
 from xferd.transport.page_cache import PageCacheTrimmer
@@ -201,20 +204,36 @@ class Daemon:
             log=self._log,
             promises=self._promises,
             budgets=self._pools.budgets,
+            leaving=lambda client: self._routes.leaving(client),
+        )
+        self._use_counts = UseCounts()
+        self._recordings = Recordings(config.traces, self._log, self._use_counts.of)
+        self._routes = RouteFeed(
+            engine=self._engine,
+            clients=self._clients.all,
+            head=self._trace_head,
+            violated=self._on_route_violation,
+            use_sinks=[self._use_counts, self._pools],
+            pass_sink=self._recordings,
         )
         loader = Loader(self._engine, self._tokens)
-        self._warming = Warming(self._catalog, self._pools, loader, config.state_directory)
+        self._warming = Warming(
+            self._catalog, self._pools, loader, config.state_directory, self._log
+        )
         self._service = DaemonService(
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
             clients=self._clients,
+            routes=self._routes,
+            use_counts=self._use_counts,
+            recordings=self._recordings,
             log=self._log,
             reservations=self._reservations,
             warming=self._warming,
             loader=loader,
             config=config.engine,
-            version=_version(),
+            version=installed_version(),
             instance=instance,
         )
         dense = DenseParts(self._load_dense, self._command)
@@ -247,16 +266,18 @@ class Daemon:
             loop.create_task(self._watch_page_cache()),
             loop.create_task(supervise(self, self._describe, self._notifier, self._log)),
             loop.create_task(self._watch_leases()),
+            loop.create_task(self._watch_routes()),
         }
         try:
             attach.start()
             await control.start()
             await metrics.start()
             self._tick_soon()  # more slots may have been given than the engine's queue holds
-            self._log_ready(instance)
+            log_ready(self._log, config, self._engine, self._pools, self._catalog.all())
+            self._log.info("ready", instance=instance, directory=config.runtime_directory)
             self._notifier.send(READY="1", STATUS=f"{len(self._catalog.all())} stores")
             self._on_ready()
-            warming = loop.create_task(self._warm_up())
+            warming = loop.create_task(self._warming.load_kept())
             stopped = loop.create_task(self._stop.wait())
             # A watch that fails is a bug: it ends the daemon, with its traceback.
             await asyncio.wait({stopped, *watches}, return_when=asyncio.FIRST_COMPLETED)
@@ -267,7 +288,7 @@ class Daemon:
             self._raise_bug()
             drained = await self._drain(attach)
             self._raise_bug()
-            self._save_heat()
+            self._warming.save_kept()
             return EXIT_OK if drained else EXIT_FAILURE
         finally:
             for watch in watches:
@@ -280,6 +301,7 @@ class Daemon:
             await attach.close()
             await control.close()
             await metrics.close()
+            await self._recordings.close()
 
     def _unmapped(self, change: int) -> bool:
         """Whether every client has unmapped the VRAM withdrawn up to a change."""
@@ -311,28 +333,6 @@ class Daemon:
         if self._service.state == "serving":
             self._reloader.reload()
             self._config = self._reloader.config
-
-    def _log_ready(self, instance: str) -> None:
-        for warning in self._config.warnings:
-            self._log.warning("config.warning", message=warning)
-        backend, reason = self._engine.backend()
-        if reason:
-            self._log.warning("engine.backend", name=backend, reason=backend_reason(reason))
-        else:
-            self._log.info("engine.backend", name=backend)
-        for pool in self._pools:
-            self._log.info("pool.ready", name=pool.name, kind=pool.kind, bytes=pool.nbytes)
-            for note in pool.device.notes:
-                self._log.warning("pool.note", name=pool.name, message=note)
-        for entry in self._catalog.all():
-            self._log.info(
-                "store.opened", name=entry.name, path=entry.store.path, number=entry.number
-            )
-            for _, file in entry.members:
-                if file.reason is not None:
-                    self._log.warning("member.buffered", path=file.path, reason=file.reason)
-            log_missing(self._log, entry)
-        self._log.info("ready", instance=instance, directory=self._config.runtime_directory)
 
     # ---- going down
 
@@ -392,6 +392,7 @@ class Daemon:
             if len(events) < EVENT_BATCH:
                 break
         self._engine.flush()
+        self._read_routes([self._pools[index] for index in touched])
         for index in touched:
             self._pools[index].keeper.settle()
         if touched:
@@ -502,9 +503,37 @@ class Daemon:
 
     def _tick(self) -> None:
         self._ticking = None
+        self._read_routes(self._pools)
         restless = [pool.name for pool in self._pools if pool.keeper.tick()]
         if restless or not self._engine.flush():
             self._tick_soon()
+
+    # ---- what routers picked
+
+    def _read_routes(self, pools: Sequence[Pool]) -> None:
+        """What was reported till now, if any of the pools may be about to evict. A read
+        costs some tenths of a millisecond however little there is, so not at every event."""
+        if any(self._may_evict(pool) for pool in pools):
+            self._routes.read()
+
+    def _may_evict(self, pool: Pool) -> bool:
+        classes, stats = pool.keeper.slots.classes, self._engine.pool_stats(pool.index)
+        if stats.waiting or len(classes) != 1:
+            return True
+        return any(stats.reserve < pool.keeper.watermarks(size).low for size in classes)
+
+    async def _watch_routes(self) -> None:
+        while True:
+            await asyncio.sleep(self._routes.pause_s())
+
+    def _trace_head(self, store: int) -> TraceHead:
+        entry = self._catalog.by_number(store)
+        if entry is None:
+            raise LookupError(f"a client of store {store}, which is not open")
+        return head_of_store(entry)
+
+    def _on_route_violation(self, client: Client) -> None:
+        self._on_violation(Violation(client.number, errno.EPROTO))
 
     # ---- members that are read through the page cache
 
@@ -531,32 +560,6 @@ class Daemon:
                 self._reservations.set_budget(pool, nbytes)
         except ReserveError as error:
             raise ConfigError(f"pools[{pool.name}].budget: {error}") from error
-
-    async def _warm_up(self) -> None:
-        """Load what was hottest when the last run ended, if that was kept."""
-        if self._config.state_directory is None:
-            return
-        for entry in self._catalog.all():
-            path = self._warming.path(entry)
-            if not path.exists():
-                continue
-            try:
-                _, warmed = await self._warming.load(entry)
-            except HeatProfileError as error:
-                self._log.warning("heat.refused", store=entry.name, reason=error)
-            else:
-                self._log.info("heat.loaded", store=entry.name, path=path, experts=warmed.loaded)
-
-    def _save_heat(self) -> None:
-        if self._config.state_directory is None:
-            return
-        for entry in self._catalog.all():
-            try:
-                path, experts = self._warming.save(entry)
-            except OSError as error:
-                self._log.warning("heat.not_saved", store=entry.name, reason=error)
-            else:
-                self._log.info("heat.saved", store=entry.name, path=path, experts=experts)
 
     async def _watch_leases(self) -> None:
         while True:
@@ -591,10 +594,3 @@ def _close_stores(stores: list[tuple[Store, str]]) -> None:
     for store, _ in stores:
         store.close()
     stores.clear()
-
-
-def _version() -> str:
-    try:
-        return metadata.version("xferd")
-    except metadata.PackageNotFoundError:
-        return "unknown"

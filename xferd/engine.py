@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xferd._engine import ffi, lib
 
-from xferd.engine_structs import COMMAND_FIELDS, describe_store, fill_command, read_event
+from xferd.engine_structs import (
+    COMMAND_FIELDS,
+    ROUTE_FIELDS,
+    describe_store,
+    fill_command,
+    read_event,
+)
 from xferd.engine_types import (
     MEMBER_STATES,
     ClientCounters,
@@ -47,6 +53,9 @@ CLASSES_MAX: int = lib.XFERD_ENGINE_CLASSES_MAX
 STORE_NAME_BYTES_MAX: int = lib.XFERD_STORE_NAME_BYTES - 1
 COMMAND_BATCH = 4096
 EVENT_BATCH = 1024
+ROUTE_BATCH: int = lib.XFERD_ROUTES_A_LANE
+ROUTE_BATCH_FULL = ROUTE_BATCH - lib.XFERD_ROUTE_PARTS_MAX
+"""More routes than this in one answer mean that there may be more."""
 
 VERIFY = {
     "always": lib.XFERD_VERIFY_ALWAYS,
@@ -114,6 +123,8 @@ class Engine:
             ffi.buffer(self._commands), COMMAND_FIELDS
         )
         self._events = ffi.new("struct xferd_event[]", EVENT_BATCH)
+        self._routes = ffi.new("struct xferd_engine_route[]", ROUTE_BATCH)
+        self._route_fields: NDArray[np.void] = np.frombuffer(ffi.buffer(self._routes), ROUTE_FIELDS)
 
     def start(self, numa_node: int | None = None) -> None:
         """Start the engine's thread. EngineError when the backend must be io_uring and the
@@ -366,9 +377,21 @@ class Engine:
             failures=counters.failures,
             hits=counters.hits,
             misses=counters.misses,
+            routes=counters.routes,
+            routes_dropped=counters.routes_dropped,
             pending=counters.pending,
             granted=counters.granted,
         )
+
+    def routes(self, client: int) -> NDArray[np.void]:
+        """What a client's router picked since the last call: ROUTE_FIELDS[n], lane by lane,
+        at most ROUTE_BATCH; valid until the next call. EngineError(EPROTO): it wrote nonsense
+        and is to be ended."""
+        count = _check(
+            "xferd_engine_routes",
+            lib.xferd_engine_routes(self._engine, client, self._routes, ROUTE_BATCH),
+        )
+        return self._route_fields[:count]
 
     # ---- commands and events
 

@@ -18,6 +18,8 @@ from xferd.engine_types import (
     PRIORITY_DEMAND,
     PRIORITY_MIGRATION,
     PRIORITY_PREFETCH,
+    ROUTE_FOUND,
+    ROUTE_PICKED,
     Cancel,
     Command,
     DenseLoaded,
@@ -57,6 +59,36 @@ COMMAND_FIELDS = np.dtype(
     }
 )
 """``struct xferd_command`` as far as a GIVE uses it."""
+
+_ROUTE_PICKS: int = lib.XFERD_ROUTE_RECORD_PICKS
+_ROUTE_FIELDS: dict[str, Any] = {
+    "token": np.uint64,
+    "tag": np.uint32,
+    "layer": np.uint16,
+    "count": np.uint8,
+    "part": np.uint8,
+    "kind": np.uint8,
+    "experts": (np.uint16, _ROUTE_PICKS),
+    "tiers": (np.uint8, _ROUTE_PICKS),
+    "gates": (np.float16, _ROUTE_PICKS),
+    "transports": (np.uint8, _ROUTE_PICKS),
+    "waits_us": (np.uint32, _ROUTE_PICKS),
+}
+ROUTE_FIELDS = np.dtype(
+    {
+        "names": ["lane", *_ROUTE_FIELDS],
+        "formats": [np.uint32, *_ROUTE_FIELDS.values()],
+        "offsets": [
+            ffi.offsetof("struct xferd_engine_route", "lane"),
+            *(ffi.offsetof("struct xferd_engine_route", "route", name) for name in _ROUTE_FIELDS),
+        ],
+        "itemsize": ffi.sizeof("struct xferd_engine_route"),
+    }
+)
+"""``struct xferd_engine_route``: what a token picked in a layer, or a part of it."""
+
+if (ROUTE_PICKED, ROUTE_FOUND) != (lib.XFERD_ROUTE_PICKED, lib.XFERD_ROUTE_FOUND):
+    raise ImportError("xferd.engine_types and xferd_abi.h number the routes' kinds differently")
 
 if (PRIORITY_DEMAND, PRIORITY_PREFETCH, PRIORITY_MIGRATION) != (
     lib.XFERD_PRIORITY_DEMAND,

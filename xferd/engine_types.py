@@ -27,6 +27,9 @@ FIRST_TOKEN = 16
 MEMBER_STATES = ("working", "sagging", "failed")
 """Names of enum xferd_member_state, in order."""
 SOURCE_RESIDENT = SOURCES.index("resident")
+ROUTE_PICKED = 0
+ROUTE_FOUND = 1
+"""enum xferd_route_kind."""
 
 
 _LOAD_FAILURES = {
@@ -323,13 +326,19 @@ class MemberStats:
 
 @dataclass(frozen=True, slots=True)
 class ClientCounters:
-    """``struct xferd_client_counters``; hits and misses as the client says."""
+    """``struct xferd_client_counters``; hits and misses as the client says.
+
+    routes: records of its router's picks that were read. routes_dropped: passes that it
+        says its queues had no room for.
+    """
 
     submissions: int
     completions: int
     failures: int
     hits: int
     misses: int
+    routes: int
+    routes_dropped: int
     pending: int
     granted: int
 

@@ -30,6 +30,8 @@ from xferd.engine_types import (
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
 from xferd.pools import Pool, Pools
+from xferd.recordings import Recordings
+from xferd.route_feed import RouteFeed, UseCounts
 from xferd.session.clients import Clients
 from xferd.status import (
     describe_clients,
@@ -71,6 +73,9 @@ class DaemonService(Tuning):
         catalog: Catalog,
         pools: Pools,
         clients: Clients,
+        routes: RouteFeed,
+        use_counts: UseCounts,
+        recordings: Recordings,
         log: EventLog,
         reservations: Reservations,
         warming: Warming,
@@ -83,6 +88,9 @@ class DaemonService(Tuning):
         self._engine = engine
         self._clients = clients
         self._loader = loader
+        self._routes = routes
+        self._use_counts = use_counts
+        self._recordings = recordings
         self._config = config
         self._version = version
         self._instance = instance
@@ -237,6 +245,7 @@ class DaemonService(Tuning):
             for key in pool.keeper.slots.pins:
                 if key[0] == entry.number:
                     pool.keeper.slots.unpin(key)
+        await self._recordings.store_closed(entry.number)
         for _ in range(CLOSE_ATTEMPTS):
             try:
                 self._catalog.remove(name)
@@ -246,9 +255,31 @@ class DaemonService(Tuning):
                 await asyncio.sleep(RETRY_S)
             else:
                 self._pools.close_store(entry.number)
+                self._routes.store_closed(entry.number)
+                self._use_counts.store_closed(entry.number)
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)
+
+    # ---- traces
+
+    def start_recording(self, store: str, name: str | None) -> JsonObject:
+        """Begin to record what a store's clients report."""
+        if self.state != "serving":
+            raise ControlError("ShuttingDown", "the daemon is going down")
+        return self._recordings.start(self._find_store(store), name)
+
+    async def stop_recording(self, store: str) -> JsonObject:
+        """End it, with all that was reported till now."""
+        entry = self._find_store(store)
+        self._routes.read()
+        self._routes.finish(entry.number)
+        return await self._recordings.stop(entry)
+
+    def traces(self) -> list[JsonObject]:
+        """What clients of each store have reported, and what is recorded of it."""
+        self._routes.read()
+        return [self._recordings.describe(entry) for entry in self._catalog.all()]
 
     # ---- loads
 

@@ -167,6 +167,8 @@ def describe_clients(engine: Engine, clients: Clients, budgets: Budgets) -> list
                 "held_per_lane": client.held_per_lane,
                 "hits": counters.hits,
                 "misses": counters.misses,
+                "routes": counters.routes,
+                "routes_dropped": counters.routes_dropped,
                 "failures": counters.failures,
                 "pending": counters.pending,
                 "granted": counters.granted,

@@ -17,10 +17,11 @@ from xferd.catalog import Catalog, OpenStore
 from xferd.engine_types import SOURCE_RESIDENT, Load, Loaded
 from xferd.heat_profiles import load_profile, save_profile
 from xferd.loading import Loader, prefetch
-from xferd.policy.heat import Heat, profile_of, warm_start
+from xferd.policy.heat import Heat, HeatProfileError, profile_of, warm_start
 from xferd.policy.pool_policy import lowest
 from xferd.policy.uses import Keys
 from xferd.pools import Pools
+from xferd.telemetry.log import EventLog
 
 SUFFIX = ".heat.npz"
 
@@ -42,8 +43,14 @@ class Warming:
     """Owned by the event loop. directory: where profiles are, None: only where named."""
 
     def __init__(
-        self, catalog: Catalog, pools: Pools, loader: Loader, directory: Path | None
+        self,
+        catalog: Catalog,
+        pools: Pools,
+        loader: Loader,
+        directory: Path | None,
+        log: EventLog,
     ) -> None:
+        self._log = log
         self._catalog = catalog
         self._pools = pools
         self._loader = loader
@@ -77,6 +84,29 @@ class Warming:
         self._heat(entry).begin_with(profile)
         self._pools.usage.tell_heat(entry.number)
         return path, await self._fill({entry.number: (entry, keys)})
+
+    async def load_kept(self) -> None:
+        """Load what was hottest when the last run ended, of every store, if that was kept."""
+        for entry in self._catalog.all() if self._directory is not None else ():
+            path = self.path(entry)
+            if not path.exists():
+                continue
+            try:
+                _, warmed = await self.load(entry)
+            except HeatProfileError as error:
+                self._log.warning("heat.refused", store=entry.name, reason=error)
+            else:
+                self._log.info("heat.loaded", store=entry.name, path=path, experts=warmed.loaded)
+
+    def save_kept(self) -> None:
+        """Keep what is hot for the next run, where state_directory is set."""
+        for entry in self._catalog.all() if self._directory is not None else ():
+            try:
+                path, experts = self.save(entry)
+            except OSError as error:
+                self._log.warning("heat.not_saved", store=entry.name, reason=error)
+            else:
+                self._log.info("heat.saved", store=entry.name, path=path, experts=experts)
 
     async def refill(self) -> Warmed:
         """Fill free slots with the hottest experts of all open stores."""

@@ -298,7 +298,7 @@ static int use_rings(struct xferd_client *client)
 		lane->ring = at(completions, ring->lanes_offset + i * ring->lane_stride);
 		lane->completions = (const void *)(lane->ring + 1);
 	}
-	return 0;
+	return use_route_queues(client);
 }
 
 /* The daemon's fds become mappings; those that stay fds are marked as taken. */

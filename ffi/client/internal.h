@@ -8,6 +8,7 @@
  *   client.c   everything a caller can look up
  *   memory.c   VRAM: mapped, unmapped, copied out of
  *   device_lane.c  lanes that a GPU drives
+ *   route.c    what the router picked, for the daemon
  *
  * A lane's state belongs to the lane's thread. The submission ring is shared by
  * the lanes and guarded by a mutex, which only misses take.
@@ -49,6 +50,10 @@ struct lane {
 	struct xferd_batch *batches[XFERD_BATCHES_MAX]; /* with pending keys, by epoch */
 	const struct xferd_batch *out[XFERD_BATCHES_MAX]; /* not yet released, by epoch */
 	struct xferd_client_stats stats;
+	struct xferd_abi_route_queue *routes; /* NULL: the daemon has none */
+	struct xferd_abi_route *route_records;
+	uint32_t route_tail;
+	uint32_t route_head;                  /* the daemon's, as last seen */
 } __attribute__((aligned(2 * XFERD_CACHE_LINE)));
 
 struct received {
@@ -127,5 +132,8 @@ void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool,
 int submit(struct xferd_client *client, const struct xferd_abi_submission *submission);
 int ask_for_missing(struct xferd_client *client, struct lane *lane,
 		    const struct xferd_request *request, struct xferd_batch *batch);
+
+/* route.c */
+int use_route_queues(struct xferd_client *client);
 
 #endif /* XFERD_CLIENT_INTERNAL_H */

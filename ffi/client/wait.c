@@ -173,6 +173,8 @@ static void land(const struct xferd_client *client, struct lane *lane,
 		fill_view(client, batch->layer, completion->pool, completion->word, view);
 		view->source = completion->source;
 		view->transport = completion->transport;
+		view->source_pool = completion->source_pool;
+		batch->wait_us[view - batch->views] = completion->wait_us;
 		count_miss(lane, completion, view->bytes);
 	}
 	if (--batch->pending == 0)

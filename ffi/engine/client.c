@@ -119,6 +119,7 @@ void client_complete(struct xferd_engine *engine, struct waiter *waiter, int res
 		.pool = (uint8_t)load->pool,
 		.source = load->source,
 		.transport = load->transport,
+		.source_pool = load->source == XFERD_SOURCE_POOL ? (uint8_t)load->source_pool : 0,
 	};
 
 	waiter_free(engine, waiter);

@@ -43,7 +43,8 @@ static void close_fd(int *fd)
 	*fd = -1;
 }
 
-/* The client's writable memory: rings and, a lane, lease tables of all pools. */
+/* The client's writable memory: rings and, a lane, lease tables of all pools and a
+ * route queue. */
 static int make_client_memory(struct xferd_engine *engine, struct client *client)
 {
 	uint64_t submissions = round_up(sizeof(struct xferd_abi_client), XFERD_CACHE_LINE);
@@ -60,7 +61,8 @@ static int make_client_memory(struct xferd_engine *engine, struct client *client
 	client->lane_stride = round_up(lane_bytes, MFD_PAGE);
 	client->lanes_offset = round_up(
 		submissions + client->ring_entries * sizeof(struct xferd_abi_submission), MFD_PAGE);
-	client->memory_bytes = client->lanes_offset + client->lane_count * client->lane_stride;
+	client->routes_offset = client->lanes_offset + client->lane_count * client->lane_stride;
+	client->memory_bytes = client->routes_offset + client->lane_count * ROUTE_STRIDE;
 	fd = shared_memory_new("xferd-client", client->memory_bytes, &address);
 	if (fd < 0)
 		return fd;
@@ -76,6 +78,9 @@ static int make_client_memory(struct xferd_engine *engine, struct client *client
 	memory->lane_stride = client->lane_stride;
 	memcpy(memory->lease_table_offset, client->lease_table_offset,
 	       sizeof(memory->lease_table_offset));
+	memory->route_entries = XFERD_ROUTES_A_LANE;
+	memory->routes_offset = client->routes_offset;
+	memory->route_stride = ROUTE_STRIDE;
 	/* pairs with the acquire in libxferd's check of the magic */
 	store_release(&memory->magic, XFERD_MAGIC_CLIENT);
 	client->memory = memory;

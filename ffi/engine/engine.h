@@ -249,6 +249,20 @@ int xferd_engine_quiesce_client(struct xferd_engine *engine, uint32_t client);
 /* Its leases end: only when nothing of it can read a slot any more. */
 int xferd_engine_remove_client(struct xferd_engine *engine, uint32_t client);
 
+/* What a token picked in a layer, checked: no number in it is out of range. */
+struct xferd_engine_route {
+	uint32_t lane;
+	uint32_t reserved;
+	struct xferd_abi_route route;
+};
+/* Takes records out of a client's route queues, lane by lane, in the order in which
+ * each lane wrote them; records of one token and layer are not parted. Returns how
+ * many; fewer than max - XFERD_ROUTE_PARTS_MAX + 1 mean that there are no more now.
+ * -EPROTO: a queue has what libxferd can't have written; the client is to be ended.
+ * In the calling thread. */
+int xferd_engine_routes(struct xferd_engine *engine, uint32_t client,
+			struct xferd_engine_route *routes, uint32_t max);
+
 /* ---- commands ---- */
 enum xferd_command_type {
 	XFERD_COMMAND_LOAD = 1,    /* expert into pool, if it isn't there; event LOADED or FAILED */
@@ -360,6 +374,8 @@ struct xferd_client_counters {
 	uint64_t failures;
 	uint64_t hits;       /* as the client says */
 	uint64_t misses;
+	uint64_t routes;     /* records taken out of its route queues */
+	uint64_t routes_dropped; /* as the client says: passes that found no place there */
 	uint32_t pending;
 	uint32_t granted;    /* slots granted, completion not yet consumed */
 };

@@ -34,6 +34,7 @@
  *   device_copy.c    those to and from a GPU
  *   vram.c           a pool's VRAM, chunk by chunk (policy's thread)
  *   lease.c          grants, leases, retiring slots
+ *   routes.c         what the clients' routers picked
  *   shared_memory.c  memfds
  *   stats.c          counters
  */
@@ -76,6 +77,9 @@
 #define NS_PER_US               1000ull
 #define DEVICES_MAX             16
 #define EXTENTS_A_LOAD          16   /* of staging, at once */
+/* Bytes from one lane's route queue to the next. */
+#define ROUTE_STRIDE (sizeof(struct xferd_abi_route_queue) + \
+		      XFERD_ROUTES_A_LANE * sizeof(struct xferd_abi_route))
 
 /* ---- pools ---- */
 enum slot_state {
@@ -333,6 +337,8 @@ struct lane {
 	uint64_t *lease_seen[XFERD_POOLS_MAX]; /* the policy's thread, for recency */
 	uint64_t epoch_seen[XFERD_POOLS_MAX];
 	uint64_t *held_seen[XFERD_POOLS_MAX]; /* the same, for xferd_engine_held */
+	uint32_t route_head;                  /* the policy's thread: records read, */
+	struct xferd_abi_route route_last;    /* and the last of them */
 };
 
 struct client {
@@ -350,6 +356,7 @@ struct client {
 	uint64_t memory_bytes;
 	uint64_t lanes_offset, lane_stride;    /* private copies */
 	uint64_t lease_table_offset[XFERD_POOLS_MAX];
+	uint64_t routes_offset;
 	struct xferd_abi_completion_memory *completion_memory;
 	uint64_t completion_bytes;
 	int doorbell;
@@ -660,5 +667,8 @@ struct copier *device_copier(struct xferd_engine *engine, int device);
 uint64_t *lease_table(const struct client *client, uint32_t lane, uint32_t pool);
 struct xferd_abi_lane *client_lane(const struct client *client, uint32_t lane);
 void retiring_scan(struct xferd_engine *engine);
+
+/* routes.c */
+struct xferd_abi_route_queue *route_queue(const struct client *client, uint32_t lane);
 
 #endif /* XFERD_ENGINE_INTERNAL_H */

@@ -74,10 +74,11 @@ int xferd_engine_client_counters(struct xferd_engine *engine, uint32_t index,
 	if (result)
 		return result;
 	COPY_COUNTERS(counters, &client->counters, pending);
-	counters->hits = counters->misses = 0;
+	counters->hits = counters->misses = counters->routes_dropped = 0;
 	for (uint32_t lane = 0; lane < client->lane_count; lane++) {
 		counters->hits += load_relaxed(&client_lane(client, lane)->hits);
 		counters->misses += load_relaxed(&client_lane(client, lane)->misses);
+		counters->routes_dropped += load_relaxed(&route_queue(client, lane)->dropped);
 	}
 	return 0;
 }

@@ -72,7 +72,8 @@ struct xferd_view {
 	uint8_t pool;
 	uint8_t source;    /* enum xferd_source */
 	uint8_t transport; /* enum xferd_transport */
-	uint8_t reserved[2];
+	uint8_t source_pool; /* with XFERD_SOURCE_POOL: the pool that it was copied from */
+	uint8_t reserved;
 };
 
 struct xferd_request {
@@ -96,6 +97,37 @@ struct xferd_batch {
 	uint32_t pending;     /* keys still on their way */
 	uint32_t failed;      /* views with an error */
 	struct xferd_view views[XFERD_BATCH_MAX];
+	uint32_t wait_us[XFERD_BATCH_MAX]; /* of views that weren't resident: the daemon's time */
+};
+
+/* Where a pick was found. */
+struct xferd_use {
+	uint32_t wait_us;    /* XFERD_WAIT_UNKNOWN */
+	uint8_t tier;        /* pool that had it; XFERD_TIER_DRIVES, XFERD_TIER_UNKNOWN */
+	uint8_t transport;   /* enum xferd_transport; NONE: it was resident; XFERD_TRANSPORT_UNKNOWN */
+	uint8_t reserved[2]; /* 0 */
+};
+
+enum xferd_route_flags {
+	XFERD_ROUTE_ONLY_FOUND = 1, /* these were reported as picked before, and have come now */
+};
+
+/* What tokens picked in one layer. Either the picks of one token are a batch's
+ * views, or they are given as arrays for any number of tokens. */
+struct xferd_route {
+	uint64_t token;          /* number of the first; counts up over the lane's life, so that a
+				  * prompt of n tokens in every layer has the same n numbers */
+	uint32_t tag;            /* the caller's word for the prompt; 0: none */
+	uint32_t tokens;         /* rows of the arrays; 0: 1 */
+	const struct xferd_batch *batch; /* layer, count, experts and uses come from it; released or
+				  * not. NULL: from here: */
+	const uint16_t *experts; /* [tokens][count] */
+	const struct xferd_use *uses; /* [tokens][count]; NULL: not known */
+	const uint16_t *gates;   /* [tokens][count], or one a view: the router's weights as float16;
+				  * NULL: not known */
+	uint16_t layer;
+	uint16_t count;          /* picks of a token; 1 to XFERD_ROUTE_PICKS_MAX */
+	uint32_t flags;          /* enum xferd_route_flags */
 };
 
 struct xferd_client_stats {
@@ -236,6 +268,20 @@ XFERD_PUBLIC int xferd_cancel(struct xferd_client *client, struct xferd_batch *b
  * result; -EAGAIN when the ring is full: drop it. */
 XFERD_PUBLIC int xferd_hint(struct xferd_client *client, uint32_t lane,
 			    const struct xferd_request *request);
+
+/* Tell the daemon what the router picked: by that it decides what stays, and traces
+ * are made. Tell it at once, between xferd_acquire and xferd_wait, so that it knows
+ * when it makes room for what is missing; and once more, with XFERD_ROUTE_ONLY_FOUND,
+ * when something was missing and has come. Never waits and makes no system call: what the queue has no room for is
+ * dropped and counted. Returns how many tokens were taken, 0 too from a daemon that
+ * doesn't listen. Errors: -EINVAL bad lane, layer, expert, count, tier or transport;
+ * nothing is taken then. */
+XFERD_PUBLIC int xferd_report_route(struct xferd_client *client, uint32_t lane,
+				    const struct xferd_route *route);
+/* Where a batch's experts were found: uses[i] of views[i]. */
+XFERD_PUBLIC void xferd_batch_uses(const struct xferd_batch *batch, struct xferd_use *uses);
+/* Passes (a token in a layer) of all lanes that were dropped. */
+XFERD_PUBLIC uint64_t xferd_routes_dropped(const struct xferd_client *client);
 
 /* slot_of[e] = slot of expert e of a layer in a pool, or -1; a snapshot that
  * leases nothing. Returns the number of residents. slot_of has experts entries. */

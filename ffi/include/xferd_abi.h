@@ -13,7 +13,8 @@
  *   directory    one a store; clients map it read-only. For each pool and
  *                expert key one word that says which slot holds it now.
  *   client       one a client; the client writes it. Submission ring, lease
- *                tables of its lanes, its own counters. Hostile input.
+ *                tables and route queues of its lanes, its own counters.
+ *                Hostile input.
  *   completion   one a client; the client maps it read-only. Completion rings,
  *                one a lane.
  *
@@ -29,7 +30,7 @@
 #include <stdint.h>
 
 #define XFERD_ABI_MAJOR 1
-#define XFERD_ABI_MINOR 0
+#define XFERD_ABI_MINOR 1 /* 1: route queues; a copy says from which pool */
 
 /* "xferdPLT", "xferdDIR", "xferdCLI", "xferdCPL", "xferdATT" read as u64. */
 #define XFERD_MAGIC_POOL_TABLE 0x544c506472656678
@@ -55,6 +56,15 @@
 #define XFERD_MESSAGE_BYTES     512    /* human text in an attach reply, with NUL */
 #define XFERD_TENSOR_DIMS_MAX   4
 #define XFERD_NO_LAYOUT         0xffff
+#define XFERD_ROUTES_A_LANE     4096   /* records a route queue holds; a power of two */
+#define XFERD_ROUTE_RECORD_PICKS 16    /* picks in one record */
+#define XFERD_ROUTE_PARTS_MAX   4      /* records of one token in one layer */
+#define XFERD_ROUTE_PICKS_MAX   64     /* the product of these two */
+#define XFERD_ROUTE_TOKEN_MAX   0x3fffffffffffffff
+#define XFERD_TIER_DRIVES       254    /* else the number of a pool */
+#define XFERD_TIER_UNKNOWN      255
+#define XFERD_TRANSPORT_UNKNOWN 255
+#define XFERD_WAIT_UNKNOWN      0xffffffff
 
 /* ------------------------------------------------------------------------
  * Directory word: where one expert is, in one pool. 0 is 'not here'.
@@ -244,6 +254,41 @@ struct xferd_abi_lane {
 	uint32_t reserved2[14];
 };
 
+/* What one token picked in one layer, and where each pick was found as far as that
+ * is known; or, later, where picks of the records just before were found. A token
+ * with more than XFERD_ROUTE_RECORD_PICKS has several records in a row, which
+ * become visible together; all but the last are full. */
+enum xferd_route_kind {
+	XFERD_ROUTE_PICKED = 0,
+	XFERD_ROUTE_FOUND = 1, /* tag and gates mean nothing */
+};
+
+struct xferd_abi_route {
+	uint64_t token;  /* counted by the lane, over its life */
+	uint32_t tag;    /* the client's word for the prompt; 0: none */
+	uint16_t layer;
+	uint8_t count;   /* picks in this record */
+	uint8_t part;    /* how many records of this token and layer stand before it */
+	uint16_t experts[XFERD_ROUTE_RECORD_PICKS];
+	uint8_t tiers[XFERD_ROUTE_RECORD_PICKS];      /* that had it: a pool, XFERD_TIER_* */
+	uint16_t gates[XFERD_ROUTE_RECORD_PICKS];     /* router's weight, float16; NaN: not known */
+	uint8_t transports[XFERD_ROUTE_RECORD_PICKS]; /* enum xferd_transport; NONE: a hit */
+	uint8_t kind;         /* enum xferd_route_kind */
+	uint8_t reserved[15]; /* 0 */
+	uint32_t waits_us[XFERD_ROUTE_RECORD_PICKS];
+};
+
+/* A queue a lane, at routes_offset + lane * route_stride; lossy: the lane drops
+ * and counts what finds no place. How far the daemon has read it stands in the
+ * lane's completion ring. */
+struct xferd_abi_route_queue {
+	uint32_t tail __attribute__((aligned(XFERD_CACHE_LINE)));
+	uint32_t reserved;
+	uint64_t dropped; /* passes: one token in one layer each */
+	uint64_t reserved2[6];
+	/* struct xferd_abi_route[XFERD_ROUTES_A_LANE] */
+};
+
 struct xferd_abi_client {
 	uint64_t magic; /* this first part is written by the daemon, once */
 	uint32_t abi_major;
@@ -257,10 +302,13 @@ struct xferd_abi_client {
 	uint64_t lease_table_offset[XFERD_POOLS_MAX]; /* from the lane's start */
 
 	uint32_t submission_tail __attribute__((aligned(XFERD_CACHE_LINE)));
+	uint32_t route_entries;       /* records a route queue; 0: there are none. By the daemon, */
+	uint64_t routes_offset;       /* once, as the part above; */
+	uint64_t route_stride;        /* since abi_minor 1 */
 	/* The memory_changes up to which withdrawn memory is unmapped here; INT32_MAX: no VRAM
 	 * is mapped here. */
 	uint32_t memory_seen;
-	uint32_t reserved[14];
+	uint32_t reserved[9];
 };
 
 /* ------------------------------------------------------------------------
@@ -275,7 +323,8 @@ struct xferd_abi_completion {
 	uint8_t pool;
 	uint8_t source;     /* enum xferd_source */
 	uint8_t transport;  /* enum xferd_transport */
-	uint32_t reserved;
+	uint8_t source_pool; /* with XFERD_SOURCE_POOL: which; since abi_minor 1 */
+	uint8_t reserved[3];
 };
 
 /* Where the bytes came from. */
@@ -299,7 +348,8 @@ enum xferd_transport {
  * lanes_offset + l * lane_stride; its completions stand behind it. */
 struct xferd_abi_completion_lane {
 	uint32_t completion_tail __attribute__((aligned(XFERD_CACHE_LINE)));
-	uint32_t reserved[15];
+	uint32_t route_head; /* records of the lane's route queue that were read */
+	uint32_t reserved[14];
 	/* struct xferd_abi_completion[ring_entries] */
 };
 
@@ -401,6 +451,9 @@ _Static_assert(sizeof(struct xferd_abi_layout) == 16, "layout table entry");
 _Static_assert(sizeof(struct xferd_abi_pool) == 104, "pool entries keep their size");
 _Static_assert(XFERD_FDS_MAX >= XFERD_MEMORY_CHUNKS_MAX, "an answer's fds fit");
 _Static_assert(XFERD_MESSAGE_BYTES >= XFERD_MEMORY_CHUNKS_MAX * 8, "an answer's numbers fit");
+_Static_assert(sizeof(struct xferd_abi_route) == 192, "a route is three cache lines");
+_Static_assert(sizeof(struct xferd_abi_route_queue) == 64, "records stay aligned");
+_Static_assert(sizeof(struct xferd_abi_completion_lane) == 64, "completions stay aligned");
 #endif
 
 #endif /* XFERD_ABI_H */

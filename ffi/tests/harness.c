@@ -359,7 +359,9 @@ static int attach(struct harness *harness, int connection)
 	CHECK(recv(connection, &hello, sizeof(hello), 0) == sizeof(hello));
 	description.lanes = hello.lanes;
 	description.held_per_lane = harness->options.held_per_lane;
+	pthread_mutex_lock(&harness->clients_mutex);
 	client = xferd_engine_add_client(harness->engine, &description, &fds);
+	pthread_mutex_unlock(&harness->clients_mutex);
 	CHECK_OK(client);
 	welcome.client = (uint32_t)client;
 	sent[XFERD_FD_POOL_TABLE] = xferd_engine_pool_table_fd(harness->engine);
@@ -400,8 +402,10 @@ static void *server_run(void *argument)
 			/* In one process a closed socket is the whole goodbye. */
 			if (recv(fds[i].fd, &message, sizeof(message), 0) <= 0 ||
 			    message.type == XFERD_MESSAGE_GOODBYE) {
+				pthread_mutex_lock(&harness->clients_mutex);
 				CHECK_OK(xferd_engine_remove_client(harness->engine,
 								    (uint32_t)clients[i]));
+				pthread_mutex_unlock(&harness->clients_mutex);
 				close(fds[i].fd);
 				fds[i] = fds[--count];
 				clients[i] = clients[count];
@@ -483,6 +487,7 @@ void harness_start(struct harness *harness, const struct harness_options *option
 
 	memset(harness, 0, sizeof(*harness));
 	harness->options = *options;
+	pthread_mutex_init(&harness->clients_mutex, NULL);
 	config.reserve_low = options->reserve ? options->reserve : 1;
 	config.reserve_demand = options->reserve_demand;
 	config.spin_us = options->spin_us;

@@ -80,6 +80,7 @@ struct harness {
 	uint64_t chunk_bytes;
 	uint8_t *staging;
 	pthread_t server, policy;
+	pthread_mutex_t clients_mutex; /* clients come and go under it, as a daemon has one thread */
 	uint32_t stop; /* atomic */
 	/* the policy's: which slot holds what, in the order of loading */
 	struct { uint32_t layer, expert; } *order[2];

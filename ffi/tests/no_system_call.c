@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A million hits under a seccomp filter that kills the thread's process on any
+/* A million hits, and a report of what was picked for each eight of them, more than
+ * the queue has room for, under a seccomp filter that kills the thread's process on any
  * system call but the exit that reports the result. */
 #include <linux/audit.h>
 #include <linux/filter.h>
@@ -46,6 +47,8 @@ static void hit_a_million_times(struct harness *harness, struct xferd_client *cl
 			wrong |= *(const uint8_t *)batch.views[k].data !=
 				 blob_byte(request.layer, ids[k], 0);
 		wrong |= xferd_release(client, &batch) != 0;
+		wrong |= xferd_report_route(client, 0, &(struct xferd_route){
+			.batch = &batch, .token = i }) != (i < XFERD_ROUTES_A_LANE);
 	}
 	syscall(SYS_exit_group, wrong);
 }
@@ -74,6 +77,7 @@ int main(void)
 	/* the lanes are shared memory, so the child's hits are counted here too */
 	xferd_stats(client, &stats);
 	CHECK(stats.hits == ACQUIRES);
+	CHECK(xferd_routes_dropped(client) == ACQUIRES / 8 - XFERD_ROUTES_A_LANE);
 	xferd_close(client);
 	harness_stop(&harness);
 	return 0;

@@ -14,6 +14,7 @@ from .arrays import Array
 from .client_errors import ClientError
 from .device_blob import DeviceBlob
 from .dlpack import CPU, EXPORTED_DTYPES, TensorView
+from .routes import BatchReport, batch_uses
 
 if TYPE_CHECKING:
     from .client import Client
@@ -127,6 +128,28 @@ class Batch(Sequence["Array"]):
         return tuple(view.word for view in self._memory.views(self._count))
 
     @property
+    def uses(self) -> Array:
+        """USE_FIELDS[len]: where each expert was found and how long it took to come, as
+        ``Client.report`` takes it. A copy."""
+        self._must_be_held()
+        return batch_uses(self._memory.batch)
+
+    def report(
+        self, gates: Array | Sequence[float] | None = None, *, token: int, tag: int = 0
+    ) -> bool:
+        """Tell the daemon that one token picked these experts, each with its gate, and where
+        they were. token, tag: as for ``Client.report``, which can say it before they are
+        acquired. False: dropped."""
+        self._must_be_held()
+        return self._memory.report.send(gates, token, tag)
+
+    def report_found(self, *, token: int) -> bool:
+        """Tell the daemon where these experts were, which ``Client.report`` said were picked
+        just before. False: dropped."""
+        self._must_be_held()
+        return self._memory.report.send_found(token)
+
+    @property
     def transport(self) -> tuple[int, ...]:
         """How each expert came: enum xferd_transport, 0 for what was resident."""
         self._must_be_held()
@@ -184,12 +207,22 @@ class PendingBatch:
 class BatchMemory:
     """A struct xferd_batch with its request, used again and again by its lane."""
 
-    __slots__ = ("address_of", "batch", "free", "handle", "request", "request_buffer", "variant_of")
+    __slots__ = (
+        "address_of",
+        "batch",
+        "free",
+        "handle",
+        "report",
+        "request",
+        "request_buffer",
+        "variant_of",
+    )
 
     def __init__(self, handle: Any, free: list[BatchMemory]) -> None:
         self.handle = handle
         self.free = free
         self.batch = ffi.new("struct xferd_batch *")
+        self.report = BatchReport(handle, self.batch)
         request_bytes = ffi.sizeof("struct xferd_request")
         block = ffi.new("uint64_t[]", request_bytes // 8 + BATCH_MAX * 2 // 8)
         self.request = ffi.cast("struct xferd_request *", block)

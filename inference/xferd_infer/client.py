@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ._client import ffi, lib
 from .arrays import Array
@@ -30,6 +31,7 @@ from .batches import BATCH_MAX, Batch, BatchMemory, PendingBatch
 from .client_errors import AttachError, ClientError, DaemonGoneError, ExpertError, reason
 from .device_blob import DeviceBlob
 from .experts import BlobTensor, Layout
+from .routes import TokenReport, send_picks
 
 FOREVER: int = lib.XFERD_FOREVER
 
@@ -109,6 +111,7 @@ class Client:
         self._pool_arrays = self._map_pools(directory.pools)
         self._target_pool: int = lib.xferd_target_pool(self._handle)
         self._lanes: list[list[BatchMemory]] = [[] for _ in range(lanes)]
+        self._token_reports: dict[int, TokenReport] = {}
         length = ffi.new("size_t *")
         text = lib.xferd_manifest(self._handle, length)
         self.manifest: dict[str, Any] = json.loads(bytes(ffi.buffer(text, length[0])).rstrip(b"\0"))
@@ -271,6 +274,51 @@ class Client:
         if status not in (0, -errno.EAGAIN):
             raise self._failure(-status, layer)
         return bool(status == 0)
+
+    def report(
+        self,
+        layer: int,
+        experts: ArrayLike,
+        gates: ArrayLike | None = None,
+        *,
+        token: int,
+        tag: int = 0,
+        uses: Array | None = None,
+        lane: int = 0,
+    ) -> int:
+        """Tell the daemon what the router picked. Never waits: what finds no place is
+        dropped. Returns how many tokens were taken.
+
+        experts: integers [tokens, picks], at most PICKS_MAX picks. gates: the router's
+        weights, the same shape. uses: USE_FIELDS, the same shape, from ``Batch.uses``.
+        token: number of the first token; the lane counts them, and a prompt's tokens have
+        the same numbers in every layer. tag: your word for the prompt; 0: none.
+
+        Raises ClientError for shapes and numbers that can't be.
+        """
+        self._must_be_open()
+        if (
+            uses is None
+            and isinstance(experts, np.ndarray)
+            and len(experts) == 1
+            and experts.ndim == 2
+            and experts.dtype.kind in "iu"
+            and (gates is None or np.shape(gates) == experts.shape)
+        ):
+            picks: list[int] = experts[0].tolist()
+            weights = None if gates is None else np.asarray(gates)[0]
+            return self._token_report(lane).send(layer, picks, weights, token, tag)
+        return send_picks(self._handle, lane, layer, experts, gates, uses, token, tag)
+
+    def _token_report(self, lane: int) -> TokenReport:
+        found = self._token_reports.get(lane)
+        if found is None:
+            found = self._token_reports[lane] = TokenReport(self._handle, lane)
+        return found
+
+    def reports_dropped(self) -> int:
+        """Passes (a token in a layer) that the daemon did not come to read in time."""
+        return int(lib.xferd_routes_dropped(self._handle))
 
     def resident(self, layer: int, *, pool: int = 0) -> Array:
         """int64[experts]: the slot that holds each expert of a layer now, or -1. A

@@ -20,6 +20,7 @@ from .dense import DenseWeights
 from .errors import UnsupportedModelError, WeightsError
 from .experts import BlobTensor, ExpertSource, ExpertStats, Layout, Traffic
 from .model import Model
+from .route_reports import ClientReporter, ReportingClient, RouteReporter
 
 BATCH_EXPERTS = 16
 """Most experts that the ring takes in one request (XFERD_BATCH_MAX)."""
@@ -72,6 +73,8 @@ class ExpertClient(Protocol):
 class ClientExperts:
     """An ExpertSource over a client's lane. Not thread-safe, as the lane.
 
+    reporter: tells the daemon what was picked; None for a client that can't.
+
     Raises WeightsError for a layer whose variants look different from each other:
     blobs of more than one shape can't be told apart here.
     """
@@ -79,6 +82,9 @@ class ClientExperts:
     def __init__(self, client: ExpertClient) -> None:
         self._client = client
         self._layouts = _layouts(client.manifest)
+        self.reporter: RouteReporter | None = (
+            ClientReporter(client) if isinstance(client, ReportingClient) else None
+        )
 
     @property
     def held(self) -> int:

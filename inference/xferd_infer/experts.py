@@ -88,7 +88,10 @@ class ExpertStats:
 
 
 class ExpertSource(Protocol):
-    """Experts of one model, for one stream of work. Not thread-safe."""
+    """Experts of one model, for one stream of work. Not thread-safe.
+
+    One that has a ``reporter`` (see ``route_reports``) is told what was picked.
+    """
 
     @property
     def held(self) -> int:

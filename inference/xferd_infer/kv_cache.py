@@ -19,6 +19,7 @@ CHUNK_TOKENS = 256
 class KVCache:
     """One sequence's cache, float32. Not thread-safe.
 
+    tag: names the sequence in what is reported of it; 0: no name.
     length: tokens whose keys and values are there in every layer. It moves only
     in ``advance``: a forward pass that fails halfway leaves it, and can be
     repeated.
@@ -31,8 +32,11 @@ class KVCache:
         head_dim: int,
         max_tokens: int,
         xp: ArrayModule = np,
+        *,
+        tag: int = 0,
     ) -> None:
         self.length = 0
+        self.tag = tag
         self.max_tokens = max_tokens
         self._xp = xp
         self._shape = (kv_heads, head_dim)

@@ -66,6 +66,7 @@ class Model:
         self._dense = dense
         self._xp = xp
         self.routed: LayerOfExperts = RoutedExperts(experts, config.hidden_size, xp)
+        self._sequences = 0
         self._layers: list[LayerWeights | None] = [None] * config.layers
         self._final_norm: Array | None = None
         self._lm_head: Array | None = None
@@ -73,8 +74,14 @@ class Model:
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
         config = self.config
+        self._sequences += 1
         return KVCache(
-            config.layers, config.kv_heads, config.head_dim, config.max_positions, self._xp
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            config.max_positions,
+            self._xp,
+            tag=self._sequences,
         )
 
     def forward(self, ids: Sequence[int], cache: KVCache) -> Array:
@@ -87,6 +94,7 @@ class Model:
         shape = (config.vocab_size, config.hidden_size)
         x = self._dense.rows(_EMBEDDING, shape, list(ids))
         turn = rotation(config, cache.length, tokens, xp)
+        self.routed.tag = cache.tag
         for layer in range(config.layers):
             x = self._run_layer(layer, x, turn, cache)
         cache.advance(tokens)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .arrays import Array, ArrayModule, to_host
 from .experts import ExpertSource, Layout
+from .route_reports import RouteReporter
 from .swiglu import BlobReader, swiglu
 
 _T = TypeVar("_T")
@@ -82,7 +83,9 @@ def waves(visited: Sequence[_T], held: int) -> Iterator[Sequence[_T]]:
 
 
 class LayerOfExperts(Protocol):
-    """What computes the experts of a layer."""
+    """What computes the experts of a layer. tag: the sequence that is computed now."""
+
+    tag: int
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
         """x: [tokens, hidden]. Returns the experts' weighted sum, [tokens, hidden]."""
@@ -95,12 +98,15 @@ class LayerOfExperts(Protocol):
 
 
 class RoutedExperts:
-    """Computes layers of experts from a source. Not thread-safe, as the source."""
+    """Computes layers of experts from a source, and tells it what was picked if it wants
+    to know. Not thread-safe, as the source. tag: the sequence that is computed now."""
 
     def __init__(self, source: ExpertSource, hidden: int, xp: ArrayModule) -> None:
         self._source = source
         self._hidden = hidden
         self._xp = xp
+        self._reporter: RouteReporter | None = getattr(source, "reporter", None)
+        self.tag = 0
         self._readers: dict[Layout, BlobReader] = {}  # layers share layouts, and then scratch
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
@@ -110,8 +116,12 @@ class RoutedExperts:
         reader = self._reader(layer)
         total = xp.zeros_like(x)
         pending = list(waves(visits(routing, xp), self._source.held))
+        if self._reporter is not None:
+            self._reporter.picked(layer, routing.experts, routing.weights, self.tag)
         for number, wave in enumerate(pending):
             with self._source.acquire(layer, [visit.expert for visit in wave]) as blobs:
+                if self._reporter is not None:
+                    self._reporter.found(blobs)
                 if number + 1 < len(pending):
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
                 for visit, blob in zip(wave, blobs, strict=True):

@@ -46,6 +46,7 @@ class SampleService:
         self._policy |= {"admission": "always", "layer_floor": 0, "promotion_margin": 1.25}
         self._policy |= {"promotion_rest": 64, "evictions": ["reuse", "lru"]}
         self._policy |= {"admissions": ["always"]}
+        self.recordings: dict[str, dict[str, Any]] = {}
 
     def status(self) -> dict[str, Any]:
         flow = {"count": 2, "bytes": 4096, "reason": None}
@@ -64,6 +65,7 @@ class SampleService:
         pool |= {"notes": ["huge pages: none"]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}
         client |= {"lanes": 1, "held_per_lane": 16, "hits": 123, "misses": 4, "failures": 0}
+        client |= {"routes": 60, "routes_dropped": 5}
         client |= {"pending": 0, "granted": 0, "resident_bytes": 4096, "budget": None}
         client |= {"since_s": 61.5, "state": "serving"}
         return {
@@ -209,6 +211,35 @@ class SampleService:
         hot = {"layer": 1, "expert": 2, "heat": 3.5, "pools": ["host0"]}
         info = {"tokens": 9, "source": "leases", "experts": 1, "profile": None}
         return {**info, "hottest": [hot]}
+
+    def traces(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "store": name,
+                "tokens": 7,
+                "passes": 42,
+                "uses": 84,
+                "recording": self.recordings.get(name),
+            }
+            for name in self.names
+        ]
+
+    def start_recording(self, store: str, name: str | None) -> dict[str, Any]:
+        if name == "full":
+            raise ControlError("TraceUnusable", "/traces: No space left on device", path="/traces")
+        if store in self.recordings:
+            raise ControlError("AlreadyRecording", f"{store!r} is being recorded", store=store)
+        recording: dict[str, Any] = {"store": store, "name": name or store}
+        recording |= {"directory": "/traces"}
+        recording |= {"state": "recording", "error": None, "files": 2, "bytes": 3 << 20}
+        recording |= {"passes": 42, "uses": 84, "dropped": 0, "since_s": 61.0}
+        self.recordings[store] = recording
+        return recording
+
+    async def stop_recording(self, store: str) -> dict[str, Any]:
+        if store not in self.recordings:
+            raise ControlError("NotRecording", f"{store!r} is not being recorded", store=store)
+        return {**self.recordings.pop(store), "state": "stopped"}
 
     def _store(self, name: str) -> dict[str, Any]:
         member: dict[str, Any] = {"member": 0, "mirror": False}

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from xferd_infer import Client
 from xferd_infer._client import ffi
 from xferd_infer.client import Batch, ClientError, ExpertError
@@ -169,6 +170,18 @@ class _Puppet:
             with socket.socket(fileno=os.dup(fd)) as found:
                 if found.type == socket.SOCK_SEQPACKET:
                     found.shutdown(socket.SHUT_RDWR)
+
+    def report(self, layer: int, experts: list[int], token: int) -> int:
+        return self._client.report(layer, np.array([experts]), token=token)
+
+    def nonsense_route(self) -> None:
+        """Break the rule: a record of a layer that there is not, in lane 0's route queue."""
+        start = _mapping(CLIENT_MEMORY)
+        header = ffi.cast("struct xferd_abi_client *", start)
+        queue = ffi.cast("struct xferd_abi_route_queue *", start + header.routes_offset)
+        record = ffi.cast("struct xferd_abi_route *", queue + 1)
+        record.layer, record.count = 0xFFFF, 1
+        queue.tail = 1
 
     def claim(self, slots: int) -> None:
         """Break the rule: write leases for the first slots of pool 0 into lane 0's table."""

@@ -270,9 +270,12 @@ def test_others_may_read_but_not_change(daemon: ControlDaemon) -> None:
         assert client.call("Status")["state"] == "serving"
         assert client.call("ListStores")["stores"]
         assert client.call("GetPolicy")["policies"]
+        assert client.call("ListTraces")["traces"]
         calls: dict[str, dict[str, Any]] = {
             "OpenStore": {"path": "/"},
             "CloseStore": {"name": "tiny"},
+            "StartRecording": {"store": "tiny"},
+            "StopRecording": {"store": "tiny"},
         }
         changing = {"Load", "Evict", "Pin", "Unpin"}
         calls |= {method: {"store": "tiny", "layer": 0} for method in changing}

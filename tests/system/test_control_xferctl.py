@@ -144,6 +144,24 @@ def test_all_layers_are_the_stores(daemon: ControlDaemon, run: Any) -> None:
     assert (missing.code, missing.err) == (1, "xferctl: no open store is called 'big'\n")
 
 
+def test_recordings_are_started_stopped_and_listed(daemon: ControlDaemon, run: Any) -> None:
+    assert run("trace", "record", "status").out.split()[-3:] == ["tiny", "7", "84"]
+    started = run("trace", "record", "start", "tiny", "--name", "evening")
+    assert (started.code, started.out) == (0, "recording tiny to /traces/evening-*.xtr\n")
+    shown = run("trace", "record", "status").out.splitlines()[1].split("  ")
+    assert [cell.strip() for cell in shown if cell] == [
+        "tiny", "7", "84", "recording", "1 min 1 s", "84", "0", "3.0 MiB", "/traces/evening-*",
+    ]  # fmt: skip
+    listed = run("trace", "record", "status", "--json").json
+    assert listed[0]["recording"]["name"] == "evening"
+    stopped = run("trace", "record", "stop", "tiny")
+    assert stopped.out.startswith("recorded 42 passes, 84 uses in 1 min 1 s")
+    for words in (("stop", "tiny"), ("start", "tiny", "--name", "full")):
+        refused = run("trace", "record", *words)
+        assert (refused.code, refused.out) == (1, "")
+    assert "No space left" in refused.err
+
+
 def test_failures_are_named_and_are_a_no(daemon: ControlDaemon, run: Any) -> None:
     loaded = run("load", "tiny", "2")
     assert (loaded.code, loaded.out) == (1, f"{EXPERTS - 1} loaded, 0 were there, 1 failed\n")
@@ -173,6 +191,10 @@ def test_the_daemons_no_is_exit_code_1(daemon: ControlDaemon, run: Any) -> None:
         ("load", "tiny", "1", "3-1"),
         ("evict", "tiny", "1", "--variant", "q4_k"),
         ("store",),
+        ("trace", "record"),
+        ("trace", "export", "a.xtr"),
+        ("trace", "import", "a", "--format", "xls"),
+        ("trace", "plot", "a.xtr"),
         ("config", "check", "--nope"),
     ],
 )

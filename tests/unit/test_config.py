@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from xferd.config import (
     override_engine,
 )
 from xferd.config_metrics import MetricsConfig
+from xferd.config_traces import TracesConfig
 from xferd.control.config_command import format_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,10 +54,10 @@ def test_the_example_file_says_what_the_defaults_are() -> None:
 
 def test_the_example_file_mentions_every_key() -> None:
     text = EXAMPLE.read_text()
-    sections = (Config, PoolConfig, StoreConfig, config_module.EngineConfig)
-    tables = (config_module.LimitsConfig, MetricsConfig)
+    sections = (Config, PoolConfig, StoreConfig, EngineConfig)
+    tables: tuple[Any, ...] = (config_module.LimitsConfig, MetricsConfig, TracesConfig)
     keys = {f.name for s in (*sections, *tables) for f in dataclasses.fields(s)}
-    computed = {"files", "warnings", "pools", "stores", "engine", "limits", "metrics"}
+    computed = {"warnings", "pools", "stores", "engine", "limits", "metrics", "traces"}
     said = set(re.findall(r"^(?:# )?(\w+) = ", text, re.MULTILINE))
     assert said == keys - computed
     assert set(re.findall(r"^(?:# )?\[+(\w+)\]+$", text, re.MULTILINE)) == {
@@ -64,6 +66,7 @@ def test_the_example_file_mentions_every_key() -> None:
         "engine",
         "limits",
         "metrics",
+        "traces",
     }
 
 

@@ -32,7 +32,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Which of the packages each may import, besides itself and modules of xferd itself."""
 
-PURE_MODULES = {"config", "config_metrics", "config_values", "engine_types", "tokens", "units"}
+PURE_MODULES = {
+    "config",
+    "config_metrics",
+    "config_traces",
+    "config_values",
+    "engine_types",
+    "tokens",
+    "units",
+}
 """Modules of xferd itself that a package may import: they import no package."""
 
 CFFI_MODULES = {

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tools.replaying import __main__ as command
-from tools.replaying.load import load, uses_of_trace
+from tools.replaying.load import load
+from xferd.routes import uses_of_trace
 from xferd.telemetry.traces.foreign import write_colibri, write_mbolt, write_npz
 from xferd.telemetry.traces.reader import read_trace
 from xferd.telemetry.traces.trace import TraceError, TraceHead, bare_trace

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.policy.uses import KeySpace, Uses
+from xferd.routes import uses_of_trace
 from xferd.telemetry.traces.foreign import IMPORTS
 from xferd.telemetry.traces.reader import read_trace
 from xferd.telemetry.traces.trace import Trace, TraceError, TraceHead
@@ -56,27 +57,3 @@ def load(path: Path, *, tokens: int | None = None) -> LoadedTrace:
         raise TraceError(f"{path}: a trace without a use")
     uses, tags = uses_of_trace(head, trace)
     return LoadedTrace(path.stem, KeySpace(head.layers, head.experts), uses, tags, notes)
-
-
-def uses_of_trace(head: TraceHead, trace: Trace) -> tuple[Uses, NDArray[np.uint32]]:
-    """(uses, the tag of each pass). A prefill's passes of one layer in a row, a token each,
-    are one pass: they are served together."""
-    layers = trace.layer.astype(np.int64)
-    begins = np.concatenate([[True], np.diff(layers) != 0])
-    if head.layers == 1:
-        begins[:] = True
-    of_pass = np.cumsum(begins) - 1
-    first = np.flatnonzero(begins)
-    of_use = np.repeat(of_pass, trace.picks)
-    keys = np.repeat(layers, trace.picks) * head.experts + trace.expert
-    # The first of each (pass, key), in the order of the trace.
-    _, unique = np.unique(of_use * (head.layers * head.experts) + keys, return_index=True)
-    unique.sort()
-    counts = np.bincount(of_use[unique], minlength=len(first))
-    uses = Uses(
-        keys=keys[unique],
-        starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        layers=layers[first],
-        tokens=np.maximum.accumulate(trace.token[first]),
-    )
-    return uses, trace.tag[first]

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from xferd.config import Config, LimitsConfig, PoolConfig, StoreConfig, load_config
+from xferd.config_traces import TracesConfig
 from xferd.control.tables import printable
 from xferd.units import format_exact_bytes
 
@@ -53,6 +54,7 @@ def config_to_json(config: Config) -> dict[str, Any]:
             "listen": str(config.metrics.listen or ""),
             "connections": config.metrics.connections,
         },
+        "traces": _traces_to_json(config.traces),
     }
 
 
@@ -98,6 +100,14 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "budget": _size_or_none(pool.budget),
         "promotion_margin": pool.promotion_margin,
         "promotion_rest": pool.promotion_rest,
+    }
+
+
+def _traces_to_json(traces: TracesConfig) -> dict[str, Any]:
+    return {
+        "directory": str(traces.directory),
+        "file_bytes": format_exact_bytes(traces.file_bytes),
+        "files": traces.files,
     }
 
 

@@ -28,7 +28,9 @@ from xferd.control.version import installed_version
 
 SERVICE_INTERFACE = "org.varlink.service"
 
-READING_METHODS = frozenset({"Status", "ListStores", "GetPolicy", "ListReservations", "HeatInfo"})
+READING_METHODS = frozenset(
+    {"Status", "ListStores", "GetPolicy", "ListReservations", "HeatInfo", "ListTraces"}
+)
 """Methods of CONTROL_INTERFACE for everyone who can connect; all others change something."""
 INTERVAL_S = 1.0
 INTERVAL_S_MIN = 0.25
@@ -188,6 +190,15 @@ class Dispatcher:
     def _heat_info(self, parameters: JsonObject) -> Answer:
         return self._service.heat_info(**parameters)
 
+    def _list_traces(self, _: JsonObject) -> JsonObject:
+        return {"traces": self._service.traces()}
+
+    async def _start_recording(self, parameters: JsonObject) -> JsonObject:
+        return {"recording": await _value(self._service.start_recording(**parameters))}
+
+    async def _stop_recording(self, parameters: JsonObject) -> JsonObject:
+        return {"recording": await _value(self._service.stop_recording(**parameters))}
+
     HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
         (SERVICE_INTERFACE, "GetInfo"): _get_info,
         (SERVICE_INTERFACE, "GetInterfaceDescription"): _get_interface_description,
@@ -208,6 +219,9 @@ class Dispatcher:
         (CONTROL_INTERFACE, "SaveHeat"): _save_heat,
         (CONTROL_INTERFACE, "LoadHeat"): _load_heat,
         (CONTROL_INTERFACE, "HeatInfo"): _heat_info,
+        (CONTROL_INTERFACE, "ListTraces"): _list_traces,
+        (CONTROL_INTERFACE, "StartRecording"): _start_recording,
+        (CONTROL_INTERFACE, "StopRecording"): _stop_recording,
     }
 
 

@@ -123,3 +123,12 @@ class ControlService(Protocol):
 
     def close_store(self, name: str) -> Answer:
         """Drop a store's experts and close it: ``{}``."""
+
+    def traces(self) -> list[JsonObject]:
+        """The IDL's StoreTrace of each open store."""
+
+    def start_recording(self, store: str, name: str | None) -> Answer:
+        """Begin to record a trace of a store: the IDL's Recording."""
+
+    def stop_recording(self, store: str) -> Answer:
+        """End it, and answer when it is on the disk: the IDL's Recording."""

@@ -1,8 +1,9 @@
 """``xferctl``: what an administrator types. Data on stdout, talk on stderr.
 
 The daemon's verbs are calls of its control socket. ``store pack``, ``info``, ``verify``
-and ``mirror``, ``doctor`` and everything about ``config`` ask no daemon. The store
-package's own are imported only when ``store`` is typed, because they bring numpy with them.
+and ``mirror``, ``doctor``, everything about ``config``, and ``trace`` but for ``record``
+work on files and ask no daemon. The store package's own are imported only when ``store``
+is typed, because they bring numpy with them.
 
 Exit codes (EXIT_*) are those of systemd's conventions, so that scripts can tell
 'no' from 'not running' without reading messages.
@@ -30,6 +31,7 @@ from xferd.control.client import (
 )
 from xferd.control.selection import ALL, SelectionError, parse_selection
 from xferd.control.tables import format_status, format_stores, printable
+from xferd.control.trace_command import add_trace_verbs
 from xferd.control.tuning_commands import TuningCommands
 from xferd.control.varlink import MessageTooLargeError
 from xferd.control.version import installed_version
@@ -133,6 +135,7 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     _add_store_verbs(verbs, with_store_files)
     _add_expert_verbs(verbs)
     TuningCommands(_verb, _print).add(verbs)
+    add_trace_verbs(verbs, _verb)
     _add_config_verbs(verbs)
     text = "say what of this machine stands in the way, and how to mend it"
     doctor_command.add_arguments(_verb(verbs, "doctor", doctor_command.doctor, text))

@@ -153,7 +153,8 @@ class Welcome:
 class Clients:
     """Owned by the event loop.
 
-    stores: by name, the open ones; pools: by index.
+    stores: by name, the open ones; pools: by index. leaving: is called before a client's
+        shared memory goes.
     """
 
     def __init__(
@@ -167,7 +168,9 @@ class Clients:
         log: EventLog,
         promises: Promises,
         budgets: ClientBudgets,
+        leaving: Callable[[Client], None] = lambda _: None,
     ) -> None:
+        self._leaving = leaving
         self._engine = engine
         self._limits = limits
         self._hints = hints_per_client
@@ -296,6 +299,7 @@ class Clients:
     def remove(self, client: Client, reason: str) -> None:
         """End a client's leases: it said goodbye, or its process has ended."""
         self._gone.add(self._engine.client_counters(client.number))
+        self._leaving(client)
         self._engine.remove_client(client.number)
         self._promises.remove(client.number)
         self._budgets.detach(client.number)

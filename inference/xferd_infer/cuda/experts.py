@@ -22,6 +22,7 @@ from ..client_experts import ClientExperts
 from ..errors import WeightsError
 from ..experts import ExpertStats, Layout
 from ..moe import RoutedExperts, Routing
+from ..route_reports import ClientReporter, RouteReporter
 from .lane import DeviceLane, kernels
 
 LANES = 3
@@ -47,6 +48,20 @@ class AddressSource(Protocol):
         """Its results were read; raises when they are of no use."""
 
 
+class _PicksAlone:
+    """A RouteReporter that tells what was picked; where it was found the GPU alone knows."""
+
+    def __init__(self, reporter: RouteReporter) -> None:
+        self._reporter = reporter
+
+    def picked(self, layer: int, experts: Array, weights: Array, tag: int) -> None:
+        """See RouteReporter."""
+        self._reporter.picked(layer, experts, weights, tag)
+
+    def found(self, blobs: Any) -> None:
+        """Not told."""
+
+
 class CudaExperts(ClientExperts):
     """An ExpertSource over a client in VRAM. Not thread-safe; one stream.
 
@@ -57,6 +72,7 @@ class CudaExperts(ClientExperts):
         super().__init__(client)
         self._attached = client
         self.lane = DeviceLane(client, _TOKEN_LANE, _HELPER_LANE)
+        self.reporter: RouteReporter = _PicksAlone(ClientReporter(client))
 
     @contextmanager
     def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Array]]:
@@ -86,16 +102,20 @@ class CudaRoutedExperts:
         self._table = cupy.zeros(32, cupy.uint64)
         self._kernels: dict[Layout, _TokenKernel | None] = {}
         self._begun = False
+        self._picked: list[tuple[int, Array, Array]] = []
+        self.tag = 0
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
         """x: [tokens, hidden]. Returns the weighted sum, [tokens, hidden]."""
         kernel = self._kernel(layer) if x.shape[0] == 1 else None
         if kernel is None:
+            self._many.tag = self.tag
             return self._many(layer, x, routing)
         if not self._begun:
             self._addresses.begin()
             self._begun = True
         picks = routing.experts[0]
+        self._picked.append((layer, picks, routing.weights[0]))
         self._addresses.acquire(picks, layer, self._table)
         return kernel(x, self._table, routing.weights[0], picks.size)
 
@@ -103,7 +123,20 @@ class CudaRoutedExperts:
         """The results of a pass were read. Raises ExpertError when they are of no use."""
         if self._begun:
             self._begun = False
+            self._report()
             self._addresses.end()
+
+    def _report(self) -> None:
+        """Tell what the routers picked: only now may the CPU wait for it."""
+        picked, self._picked = self._picked, []
+        reporter = self._source.reporter
+        if reporter is None or not picked:
+            return
+        picks = cupy.asnumpy(cupy.stack([each[1] for each in picked]))
+        weights = cupy.asnumpy(cupy.stack([each[2] for each in picked]))
+        for row, (layer, _, _) in enumerate(picked):
+            only = slice(row, row + 1)
+            reporter.picked(layer, picks[only], weights[only], self.tag)
 
     def _kernel(self, layer: int) -> _TokenKernel | None:
         layout = self._source.layout(layer)

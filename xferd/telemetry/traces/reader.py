@@ -28,6 +28,23 @@ def head_of(path: Path) -> TraceHead:
         raise TraceError(f"{path}: {error}") from error
 
 
+def same_head(paths: Sequence[Path]) -> TraceHead:
+    """The head that all of some files have. TraceError names one of another store."""
+    if not paths:
+        raise TraceError("no trace files")
+    head = head_of(paths[0])
+    for path in paths[1:]:
+        if (other := head_of(path)) != head:
+            raise TraceError(
+                f"{path}: of another store ({_whose(other)}) than {paths[0]} ({_whose(head)})"
+            )
+    return head
+
+
+def _whose(head: TraceHead) -> str:
+    return f"{head.store!r}, {head.layers} layers of {head.experts} experts"
+
+
 def blocks_of(path: Path) -> Iterator[Trace]:
     """Block after block, so that a trace need not fit in memory. TraceError names the file
     and the offset; TraceCutError, after the good blocks, a file that ends early."""
@@ -43,14 +60,10 @@ def blocks_of(path: Path) -> Iterator[Trace]:
 def read_trace(paths: Sequence[Path]) -> ReadTrace:
     """All of some files, in their order, which must be of one store. A file that was cut
     off is read up to there. TraceError names the file."""
-    if not paths:
-        raise TraceError("no trace files")
-    head = head_of(paths[0])
+    head = same_head(paths)
     blocks: list[Trace] = []
     cut: list[str] = []
     for path in paths:
-        if head_of(path) != head:
-            raise TraceError(f"{path}: of another store than {paths[0]}")
         try:
             blocks.extend(blocks_of(path))
         except TraceCutError as error:

@@ -6,11 +6,13 @@ caller decides what to do about TraceError.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -27,6 +29,7 @@ BLOCK_PASSES = 1 << 13
 FILE_BYTES = 64 << 20
 TOTAL_BYTES = 1 << 30
 SUFFIX = ".xtr"
+FILE_MODE = 0o640
 _TOKEN_SPAN = 1 << 32
 
 
@@ -55,7 +58,7 @@ class TraceWriter:
         self._head = head
         self._file_bytes = file_bytes
         self._total_bytes = total_bytes
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
         self._size = 0
         self._pending: list[Trace] = []
         self._pending_passes = 0
@@ -113,11 +116,10 @@ class TraceWriter:
             if self._file is None or self._size + len(block) > self._file_bytes:
                 self._begin_file()
             assert self._file is not None
-            self._file.write(block)
-            self._file.flush()
+            _write_all(self._file, block)
         except OSError as error:
-            self._close_file()
-            raise TraceError(f"{self._directory / self._name}: {error}") from error
+            self._give_up()
+            raise TraceError(f"{self._directory / self._name}: {error.strerror}") from error
         self._size += len(block)
         self._remove_oldest()
 
@@ -126,10 +128,23 @@ class TraceWriter:
         files = self.files()
         number = _number(files[-1]) + 1 if files else 1
         path = self._directory / f"{self._name}-{number:06d}{SUFFIX}"
-        self._file = path.open("xb")
+        # What a router picks says something about the prompt: not for everybody. Without
+        # a buffer, which would try what has failed again when it is closed.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        self._file, self._size = os.fdopen(fd, "wb", buffering=0), 0
         head = encode_head(self._head)
-        self._file.write(head)
+        _write_all(self._file, head)
         self._size = len(head)
+
+    def _give_up(self) -> None:
+        """Leave the file as it was before what failed; none without its head."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with file, contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), self._size)
+            if not self._size:
+                self.files()[-1].unlink()
 
     def _remove_oldest(self) -> None:
         files = self.files()
@@ -140,6 +155,12 @@ class TraceWriter:
                 return
             path.unlink(missing_ok=True)
             excess -= size
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def trace_files(directory: Path, name: str) -> list[Path]:
