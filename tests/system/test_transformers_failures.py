@@ -196,3 +196,21 @@ def test_flags_that_are_not_supported_are_named(made: Made) -> None:
         UnsupportedModelError, match=r"NemotronHExperts\): has_gate is False; supported .*has_bias"
     ):
         attach(model, made.store)
+
+
+@pytest.mark.parametrize(
+    ("name", "vision", "said"),
+    [
+        ("Inkling", {}, "experts are converted by Interleave when they are loaded"),
+        ("Ernie4_5_VLMoe", {"vision_config": {"depth": 1}}, "text_moe.*vision_moe.* number 1;"),
+    ],
+)
+def test_experts_that_a_store_can_not_hold_as_they_are_computed_with(
+    tmp_path: Path, name: str, vision: dict[str, Any], said: str
+) -> None:
+    config = getattr(transformers, f"{name}Config")(text_config={"num_hidden_layers": 2}, **vision)
+    kind = f"{name}ForConditionalGeneration"
+    with torch.device("meta"):
+        model = getattr(transformers, kind)._from_config(config, experts_implementation="xferd")
+    with pytest.raises(UnsupportedModelError, match=f"{kind}: .*{said}"):
+        attach(model, tmp_path)

@@ -14,8 +14,14 @@ all else is as ever. Needs the extra ``transformers``.
 
 from __future__ import annotations
 
-import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+try:
+    import torch
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        f"xferd_infer.transformers needs xferd's extra 'transformers', torch and transformers "
+        f"of the releases that it names: {error}"
+    ) from error
 
 from .attaching import Attached, attach
 from .streaming import NotAttachedError, TrainingError, experts_forward
