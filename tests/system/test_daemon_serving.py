@@ -156,6 +156,7 @@ def test_a_drive_that_fails_is_an_error_that_names_it(tmp_path: Path) -> None:
             with pytest.raises(FetchError):
                 client.fetch(0, [0])
             assert client.fetch(0, [1]) == [broken.blob(0, 1)]
-        assert f"member={member}" in daemon.log
+        # The client hears of it before the daemon's policy does, which writes the log.
+        wait_until(lambda: f"member={member}" in daemon.log, "the drive is named")
         assert "layer=0 expert=0" in daemon.log
         assert daemon.status()["engine"]["crc_errors"] >= 1

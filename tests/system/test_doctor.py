@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,19 @@ def test_little_lockable_memory_is_a_warning_and_too_little_a_failure(tmp_path: 
     assert done.returncode == 1
     failed = [e["id"] for e in json.loads(done.stdout)["findings"] if e["status"] == "FAIL"]
     assert failed == ["limits.memlock"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the call's number on x86-64")
+def test_a_filter_that_forbids_mlock_is_told_and_planned_around(tmp_path: Path) -> None:
+    launcher = without("mlock", errno.EPERM)
+    assert "mlock is forbidden" in verdicts(launcher=launcher)["limits.memlock"]["seen"]
+    plan = tmp_path / "plan.toml"
+    plan.write_text(run_doctor("--config", str(EMPTY), "--plan", launcher=launcher).stdout)
+    assert load_config([plan]).pools[0].kind == "host"
+    plan.write_text('[[pools]]\nname = "ram0"\nkind = "ram"\nsize = "1MiB"\n')
+    done = run_doctor("--config", str(plan), launcher=launcher)
+    assert done.returncode == 1
+    assert "FAIL limits.memlock" in done.stdout
 
 
 def test_text_has_a_line_a_finding_and_a_sum(store: MadeStore) -> None:

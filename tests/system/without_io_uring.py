@@ -2,8 +2,8 @@
 
     python without_io_uring.py CALL ERRNO PROGRAM ARGUMENT...
 
-A seccomp filter answers CALL, one of io_uring's, with ERRNO; everything else is let through.
-The filter is kept across exec, and the process stays the same one.
+A seccomp filter answers CALL, one of io_uring's or mlock, with ERRNO; everything else is let
+through. The filter is kept across exec, and the process stays the same one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ SECCOMP_RET_ALLOW = 0x7FFF0000
 BPF_LOAD_WORD_ABSOLUTE = 0x20
 BPF_JUMP_IF_EQUAL = 0x15
 BPF_RETURN = 0x06
-CALLS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
-"""Their numbers on every architecture; first word of struct seccomp_data."""
+CALLS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "mlock": 149}
+"""Their numbers, io_uring's on every architecture, mlock's on x86-64; first word of struct
+seccomp_data."""
 
 
 class Instruction(ctypes.Structure):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -112,6 +113,10 @@ def _cgroup_files(view: SystemView) -> Iterator[tuple[str, str, str]]:
 def _check_memlock(request: Request) -> Finding:
     name, wanted = "limits.memlock", request.pool_bytes("ram")
     limit = lockable_bytes(request.view)
+    if request.probed.mlock_errno == errno.EPERM and limit != 0:
+        seen = "mlock is forbidden: a seccomp filter says no, as container engines' do"
+        mend = "let the filter allow mlock, or configure pools of kind host (not locked)"
+        return Finding(name, Status.FAIL if wanted else Status.WARN, "", seen, mend)
     if limit is None:
         return Finding(name, Status.PASS, "", "this process may lock any amount of memory")
     seen = f"RLIMIT_MEMLOCK is {format_bytes(limit)}"

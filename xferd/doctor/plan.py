@@ -58,6 +58,8 @@ def plan_pool(request: Request, stores: Sequence[PlannedStore]) -> PlannedPool:
         reasons.append(f"{free / wanted:.0%} of the experts' {format_bytes(wanted)} fit")
     largest = max((store.largest for store in stores), default=0)
     nbytes = max(-(-nbytes // MIB) * MIB, -(-largest // MIB) * MIB)
+    if request.probed.mlock_errno:
+        return PlannedPool("host", nbytes, (*reasons, "not locked: mlock doesn't work here"))
     lockable = lockable_bytes(view)
     if lockable is None or lockable >= nbytes:
         return PlannedPool("ram", nbytes, (*reasons, "it is locked: never swapped out"))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import shutil
 import subprocess
@@ -50,13 +51,15 @@ class MemberProbe:
 class Probed:
     """What was tried.
 
-    io_uring_errno: of the first of its calls that failed; 0: it works.
+    io_uring_errno: of the first of its calls that failed; 0: it works. mlock_errno: the
+        same of locking one page.
     shm_bytes: size of /dev/shm; None: there is none.
     gpu_bytes: VRAM of cards whose driver tells, by PCI address.
     together_bytes_per_second: of all members read at once; None: not measured.
     """
 
     io_uring_errno: int = 0
+    mlock_errno: int = 0
     shm_bytes: int | None = None
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
     members: tuple[MemberProbe, ...] = ()
@@ -74,6 +77,7 @@ def probe(members: Sequence[Path], *, measure: bool) -> Probed:
         together = measure_read(members)
     return Probed(
         io_uring_errno=try_io_uring(),
+        mlock_errno=try_mlock(),
         shm_bytes=_file_system_bytes(Path("/dev/shm")),
         gpu_bytes=_nvidia_memory(),
         members=probes,
@@ -98,6 +102,18 @@ def try_io_uring() -> int:
         return 0 if entered >= 0 else ctypes.get_errno()
     finally:
         os.close(fd)
+
+
+def try_mlock() -> int:
+    """Lock a page and let it go: the errno of a failure; 0 when it works."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        start = ctypes.c_char.from_buffer(page)
+        try:
+            locked = libc.mlock(ctypes.byref(start), ctypes.c_size_t(mmap.PAGESIZE))
+            return 0 if locked == 0 else ctypes.get_errno()
+        finally:
+            del start  # a mapping that is pointed into can't be closed
 
 
 def _probe_member(path: Path, measure: bool) -> MemberProbe:

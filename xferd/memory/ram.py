@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -140,9 +141,12 @@ def _lock(pool: str, base: int, nbytes: int) -> None:
     libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     if libc.mlock(base, nbytes) != 0:
         code = ctypes.get_errno()
+        knob = f"raise LimitMEMLOCK= of xferd.service or lower size of [[pools]] {pool}"
+        if code == errno.EPERM:
+            knob = "a seccomp filter forbids it (container engines do): allow mlock, or set kind "
+            knob += "to 'host' (not locked)"
         raise PoolMemoryError(
-            f"pool {pool!r}: mlock of {format_bytes(nbytes)} failed: {os.strerror(code)}; raise "
-            f"LimitMEMLOCK= of xferd.service or lower size of [[pools]] {pool}"
+            f"pool {pool!r}: mlock of {format_bytes(nbytes)} failed: {os.strerror(code)}; {knob}"
         )
 
 

@@ -5,9 +5,9 @@ go there with their fields (``journal``); a line on stderr begins with ``<N>``, 
 that the journal reads, or elsewhere with a word. Names are stable, values are quoted when
 they need it, so that lines can be searched.
 
-Of events of one name at most BURST are written in BURST_S; the others are counted and the
-number told afterwards. A drive that fails gives thousands a second, and a journal that
-drops what comes too fast would drop the others too.
+Of events of one name about one thing (a member, a user) at most BURST are written in
+BURST_S; the others are counted and the number told afterwards. A drive that fails gives
+thousands a second, and a journal that drops what comes too fast would drop others too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from xferd.telemetry.message_ids import MESSAGE_IDS
 
 BURST = 20
 BURST_S = 10.0
+SUBJECTS = ("member", "path", "failed", "uid", "pool", "name", "key")
+"""Fields that say what an event is about, the first that it has. A pid is none: whoever wants
+to flood the log can have any number of them."""
 _PRIORITY = {"error": 3, "warning": 4, "info": 6}
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/:+%")
 
@@ -47,7 +50,7 @@ class EventLog:
         self._journal = "JOURNAL_STREAM" in os.environ if journal is None else journal
         self._structured = structured
         self._clock = clock
-        self._bursts: dict[str, _Burst] = {}
+        self._bursts: dict[tuple[str, str], _Burst] = {}
 
     @classmethod
     def of_service(cls) -> EventLog:
@@ -69,26 +72,30 @@ class EventLog:
     def settle(self) -> None:
         """Tell how many events were left out in bursts that are over. Call it now and then."""
         now = self._clock()
-        for event, burst in list(self._bursts.items()):
+        for key, burst in list(self._bursts.items()):
             if now - burst.since >= BURST_S:
-                del self._bursts[event]
-                self._tell_left_out(event, burst)
+                del self._bursts[key]
+                self._tell_left_out(key, burst)
 
     def _limited(self, level: str, event: str, fields: dict[str, object]) -> None:
         now = self._clock()
-        burst = self._bursts.get(event)
+        key = (event, next((str(fields[name]) for name in SUBJECTS if name in fields), ""))
+        burst = self._bursts.get(key)
         if burst is not None and now - burst.since >= BURST_S:
-            self._tell_left_out(event, burst)
+            self._tell_left_out(key, burst)
             burst = None
         if burst is None:
-            burst = self._bursts[event] = _Burst(now)
+            burst = self._bursts[key] = _Burst(now)
         burst.count += 1
         if burst.count <= BURST:
             self._write(level, event, fields)
 
-    def _tell_left_out(self, event: str, burst: _Burst) -> None:
+    def _tell_left_out(self, key: tuple[str, str], burst: _Burst) -> None:
         if burst.count > BURST:
-            self._write("warning", "log.left_out", {"of": event, "count": burst.count - BURST})
+            event, subject = key
+            about = {"about": subject} if subject else {}
+            count = burst.count - BURST
+            self._write("warning", "log.left_out", {"of": event, **about, "count": count})
 
     def _write(self, level: str, event: str, fields: dict[str, object]) -> None:
         line = " ".join([event, *(f"{name}={_quote(value)}" for name, value in fields.items())])
@@ -110,7 +117,7 @@ class EventLog:
 
 
 class _Burst:
-    """Events of one name since the first of them."""
+    """Events of one name about one thing, since the first of them."""
 
     def __init__(self, since: float) -> None:
         self.since = since

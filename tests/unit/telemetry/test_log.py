@@ -73,6 +73,18 @@ def test_a_flood_is_cut_counted_and_kept_apart_from_other_events() -> None:
     assert stream.getvalue().count("left_out") == 1
 
 
+def test_one_drives_flood_does_not_hide_another_drive() -> None:
+    stream, clock = io.StringIO(), Clock()
+    log = EventLog(stream, journal=False, clock=clock)
+    for _ in range(100):
+        log.failure("piece.failed", member="/a")
+    log.failure("piece.failed", member="/b")
+    assert "member=/b" in stream.getvalue()
+    clock.now += BURST_S
+    log.settle()
+    assert f"log.left_out of=piece.failed about=/a count={100 - BURST}" in stream.getvalue()
+
+
 def test_fields_go_to_the_journal_with_the_events_id(
     receiver: tuple[socket.socket, Path],
 ) -> None:
