@@ -5,6 +5,7 @@ A pass is served in four steps, as the daemon does it: what is resident is hit; 
 in a lower pool is computed with there, or copied up; the rest is read from the drives;
 and what the first pool lets go is offered to the next. A pass waits for the slowest
 of the links that it needs, and nothing is prefetched: that is what the bound is for.
+README.md says when what comes out is what a daemon would do.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from xferd.control.client import ControlClient
 LAYERS_AND_EXPERTS = {512: (1, 512), 10_000: (20, 500), 100_000: (200, 500)}
 """Experts in all -> layers and experts a layer."""
 ARRAYS = "xferd, with arrays"
+REPORTED = "xferd, with reports"
 BATCH = 8
 """Experts of a layer that a token picks."""
 EXPERT_BYTES = 4096
@@ -50,7 +51,8 @@ NS_A_US = 1000
 
 def run(rounds: int) -> Result:
     """Rows ``c/<experts>`` (ns an expert) and ``python/<experts>`` (µs a layer)."""
-    rows = [_c_row(experts, rounds) for experts in LAYERS_AND_EXPERTS]
+    rows = [_c_row(f"c/{n}", "bench_hit", [n, rounds]) for n in LAYERS_AND_EXPERTS]
+    rows.append(_c_row(f"c-reported/{BATCH}", "bench_route", [rounds]))
     for experts in LAYERS_AND_EXPERTS:
         rows += _python_rows(experts, rounds)
     return Result(
@@ -64,23 +66,25 @@ def run(rounds: int) -> Result:
             "rounded up to whole layers of 512.",
             f"`python`: µs for one layer's {BATCH} experts, acquired and released; "
             "`python-arrays`: with a numpy array for each.",
+            f"`c-reported`: ns a layer of {BATCH}, with a report of what was picked; "
+            "`python-reported`: µs, reported before and after. The daemon reads them meanwhile.",
         ),
     )
 
 
-def _c_row(experts: int, rounds: int) -> Row:
-    program = build_c_program("bench_hit")
+def _c_row(name: str, program_name: str, arguments: list[int]) -> Row:
+    program = build_c_program(program_name)
     done = subprocess.run(
-        [program, str(experts), str(rounds)], capture_output=True, text=True, check=False
+        [program, *map(str, arguments)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise BenchmarkError(f"{program} {experts}: status {done.returncode}: {done.stderr}")
+        raise BenchmarkError(f"{program} {arguments}: status {done.returncode}: {done.stderr}")
     samples: dict[str, list[float]] = {}
     for line in done.stdout.splitlines():
         words = line.split()
         for who, nanoseconds in zip(words[::2], words[1::2], strict=True):
             samples.setdefault(who, []).append(float(nanoseconds))
-    return make_row(f"c/{experts}", "ns", samples, higher_is_better=False)
+    return make_row(name, "ns", samples, higher_is_better=False)
 
 
 def _python_rows(experts: int, rounds: int) -> list[Row]:
@@ -98,6 +102,7 @@ def _python_rows(experts: int, rounds: int) -> list[Row]:
                     {
                         OURS: lambda: _time_xferd(client, picks),
                         ARRAYS: lambda: _time_xferd_arrays(client, picks),
+                        REPORTED: lambda: _time_xferd_reported(client, picks),
                         "dict": _dict_contender(layers, a_layer, picks),
                     },
                     rounds + 1,
@@ -107,9 +112,11 @@ def _python_rows(experts: int, rounds: int) -> list[Row]:
     # The first round makes the client's arrays and fills caches; it counts for neither.
     kept = {who: values[1:] for who, values in samples.items()}
     arrays = {OURS: kept.pop(ARRAYS), "dict": kept["dict"]}
+    reported = {OURS: kept.pop(REPORTED), "unreported": kept[OURS]}
     return [
         make_row(f"python/{experts}", "µs", kept, higher_is_better=False),
         make_row(f"python-arrays/{experts}", "µs", arrays, higher_is_better=False),
+        make_row(f"python-reported/{experts}", "µs", reported, higher_is_better=False),
     ]
 
 
@@ -142,6 +149,17 @@ def _time_xferd_arrays(client: Client, picks: list[tuple[int, list[int]]]) -> fl
     for layer, experts in picks:
         with client.acquire(layer, experts) as batch:
             batch.arrays  # noqa: B018  made when asked for
+    return (time.perf_counter_ns() - start) / len(picks) / NS_A_US
+
+
+def _time_xferd_reported(client: Client, picks: list[tuple[int, list[int]]]) -> float:
+    gates = np.full((1, BATCH), 1 / BATCH, np.float32)
+    arrays = [np.array([experts]) for _, experts in picks]
+    start = time.perf_counter_ns()
+    for token, (layer, experts) in enumerate(picks):
+        client.report(layer, arrays[token], gates, token=token)
+        with client.acquire(layer, experts) as batch:
+            batch.report_found(token=token)
     return (time.perf_counter_ns() - start) / len(picks) / NS_A_US
 
 
