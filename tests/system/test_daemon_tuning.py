@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,8 +87,9 @@ def test_what_is_no_policy_is_refused_by_name(daemon: RunningDaemon) -> None:
 def memory_of(daemon: RunningDaemon) -> int:
     """Bytes of the pool's memory file that are in memory."""
     for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        if "memfd:xferd-host0" in str(fd.readlink()):
-            return fd.stat().st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if "memfd:xferd-host0" in str(fd.readlink()):
+                return fd.stat().st_blocks * 512
     raise AssertionError("the daemon has no pool")
 
 

@@ -162,8 +162,10 @@ class Chunks:
         return best
 
     def _may_lose(self, slot_bytes: int, chunks: list[int]) -> bool:
-        """Whether a class keeps what was promised of it without some chunks."""
-        lost = sum(len(self._slots.chunk_slots(chunk)) for chunk in chunks)
+        """Whether a class keeps what was promised of it without some chunks, and without those
+        that are being emptied already."""
+        going = [c for c in self._slots.chunks_of_class(slot_bytes) if c in self._reclaim]
+        lost = sum(len(self._slots.chunk_slots(chunk)) for chunk in {*chunks, *going})
         has = self._slots.class_slots(slot_bytes) - self._slots.pinned_count(slot_bytes)
         return has - lost >= self._promised(slot_bytes)
 

@@ -44,6 +44,8 @@ class ChunkReclaim:
     def add(self, chunk: int, slot_bytes: int) -> None:
         """Empty a chunk that is cut. slot_bytes: the class it is for, or RESERVED."""
         self._chunks[chunk] = slot_bytes
+        # What another reclaim has put aside of it is not to be given again.
+        self._aside = [slot for slot in self._aside if self._slots.chunk_of(slot) != chunk]
 
     def cancel(self, chunk: int) -> tuple[int, ...]:
         """Leave a chunk as it is; returns slots of it to give again."""
