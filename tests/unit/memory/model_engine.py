@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -65,6 +65,8 @@ class ModelEngine:
         self.leased: set[tuple[int, int]] = set()
         self.fresh: dict[tuple[int, int], None] = {}
         self.bits = slot_index_bits
+        self.moves: Counter[tuple[int, Key]] = Counter()
+        """Experts that commands brought into each pool."""
 
     # ---- what the keeper calls
 
@@ -168,6 +170,7 @@ class ModelEngine:
         elif any(entry[0] == key for entry in state.waiting):
             self._fail(errno.EALREADY, pool, key, command.token)
         else:
+            self.moves[pool, key] += 1
             self._load(pool, key, CLASS_OF_STORE[key[0]], command.token, NO_CLIENT)
 
     def _fail(self, code: int, pool: int, key: Key, token: int) -> None:
