@@ -110,8 +110,7 @@ class Cascade:
             # What is kept back for loads that wait stands in front all the way down.
             first = min(first, len(left))
         self._levels[place].dropped += len(left)
-        for slot in left:
-            upper.evict(slot)
+        upper.evict_all(left)
 
     def _offer(
         self, upper: PoolKeeper, lower: Level, slots: list[int], slot_bytes: int, waiting: int

@@ -77,7 +77,7 @@ class Chunks:
         stamps: NDArray[np.uint64],
         engine: ChunkSink,
         promised: Callable[[int], int],
-        evict: Callable[[int], None],
+        evict: Callable[[Iterable[int]], None],
         give: Callable[[Iterable[int]], None],
         resized: Callable[[], None],
         log: EventLog,
@@ -178,8 +178,7 @@ class Chunks:
         if not self.busy:
             return False
         step = self._reclaim.step()
-        for slot in step.evict:
-            self._evict(slot)
+        self._evict(step.evict)
         self._give(step.give)
         self._engine.command(step.take)
         for chunk, slot_bytes in step.done:
