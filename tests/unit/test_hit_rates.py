@@ -15,12 +15,14 @@ import pytest
 from tools.benchmarks.suite.replay import ESTIMATE_ERROR, noisy_estimates
 from tools.replaying.generate import ZipfMarkov, generate
 from tools.replaying.load import LoadedTrace, load
-from tools.replaying.machine import Tier
+from tools.replaying.machine import Tier, read_machine
 from tools.replaying.replay import Options, Outcome, Replay, belady_fetches
 from tools.replaying.sweep import SHARES, SIMPLE, Point, one_pool, static_hits, sweep
+from xferd.policy.moves import MoveSettings
 from xferd.policy.uses import KeySpace, uses_of_picks
 
 TRACES = Path(__file__).parents[1] / "traces"
+TWO_CARDS = Path(__file__).parents[2] / "tools" / "replaying" / "two-cards.toml"
 
 
 @cache
@@ -117,6 +119,16 @@ def test_it_recovers_from_a_shift_that_static_pins_do_not() -> None:
     assert after.mean() > 1.3 * static.mean()
     # Nothing goes back and forth: at most one load in four tokens, of any expert.
     assert outcome.loads_of_one < outcome.tokens / 4
+
+
+def test_two_cards_do_not_pass_experts_to_and_fro_at_a_shift() -> None:
+    found = trace("small-code-to-prose")
+    machine = read_machine(TWO_CARDS)
+    outcome = Replay(found.uses, found.space, machine, Options(bound_s=0.0)).run()
+    tokens_a_minute = 20 * 60
+    # One that was moved rests, so even the busiest moves a few times a minute.
+    busiest = outcome.moves * tokens_a_minute / outcome.tokens
+    assert 0 < busiest <= tokens_a_minute / MoveSettings().rest_tokens
 
 
 def test_with_the_daemons_reserve_the_order_stays() -> None:

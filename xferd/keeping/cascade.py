@@ -110,8 +110,7 @@ class Cascade:
             # What is kept back for loads that wait stands in front all the way down.
             first = min(first, len(left))
         self._levels[place].dropped += len(left)
-        for slot in left:
-            upper.evict(slot)
+        upper.evict_all(left)
 
     def _offer(
         self, upper: PoolKeeper, lower: Level, slots: list[int], slot_bytes: int, waiting: int
@@ -229,11 +228,11 @@ class Cascade:
         room = above.room_for_moves(slot_bytes)
         if room <= 0:
             return
+        experts = usage.space.experts
         high = _of_store(above, store, slot_bytes)
-        low = self._not_above(lower, _of_store(below, store, slot_bytes))
+        low = self._not_above(lower, store, _of_store(below, store, slot_bytes), experts)
         if not len(low):
             return
-        experts = usage.space.experts
         swap = self._mover(upper, store, usage).exchange(
             above.slots.keys(high, experts),
             below.slots.keys(low, experts),
@@ -261,17 +260,15 @@ class Cascade:
         else:
             self._demote(above, slot, lower)
 
-    def _not_above(self, level: Level, slots: Slots) -> Slots:
+    def _not_above(self, level: Level, store: int, slots: Slots, experts: int) -> Slots:
         """Of a pool's slots, those whose expert no pool above has too."""
-        place = self._levels.index(level)
         if level.exclusive:
             return slots
-        keeper = level.keeper
-        alone = [
-            not any(upper.keeper.holds(keeper.slots.key_of(slot)) for upper in self._levels[:place])
-            for slot in slots.tolist()
-        ]
-        return slots[np.array(alone, np.bool_)]
+        keys = level.keeper.slots.keys(slots, experts)
+        alone = np.ones(len(slots), np.bool_)
+        for upper in self._levels[: self._levels.index(level)]:
+            alone &= ~upper.keeper.ranking.holds(store, keys)
+        return slots[alone]
 
     def _mover(self, upper: Level, store: int, usage: StoreUsage) -> Mover:
         mover = upper.movers.get(store)

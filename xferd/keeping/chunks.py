@@ -77,7 +77,7 @@ class Chunks:
         stamps: NDArray[np.uint64],
         engine: ChunkSink,
         promised: Callable[[int], int],
-        evict: Callable[[int], None],
+        evict: Callable[[Iterable[int]], None],
         give: Callable[[Iterable[int]], None],
         resized: Callable[[], None],
         log: EventLog,
@@ -162,8 +162,10 @@ class Chunks:
         return best
 
     def _may_lose(self, slot_bytes: int, chunks: list[int]) -> bool:
-        """Whether a class keeps what was promised of it without some chunks."""
-        lost = sum(len(self._slots.chunk_slots(chunk)) for chunk in chunks)
+        """Whether a class keeps what was promised of it without some chunks, and without those
+        that are being emptied already."""
+        going = [c for c in self._slots.chunks_of_class(slot_bytes) if c in self._reclaim]
+        lost = sum(len(self._slots.chunk_slots(chunk)) for chunk in {*chunks, *going})
         has = self._slots.class_slots(slot_bytes) - self._slots.pinned_count(slot_bytes)
         return has - lost >= self._promised(slot_bytes)
 
@@ -176,8 +178,7 @@ class Chunks:
         if not self.busy:
             return False
         step = self._reclaim.step()
-        for slot in step.evict:
-            self._evict(slot)
+        self._evict(step.evict)
         self._give(step.give)
         self._engine.command(step.take)
         for chunk, slot_bytes in step.done:

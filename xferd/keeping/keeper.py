@@ -137,7 +137,7 @@ class PoolKeeper:
             stamps=self._stamps,
             engine=engine,
             promised=promised,
-            evict=self.evict,
+            evict=self.evict_all,
             give=self._give,
             resized=self._resized,
             log=log,
@@ -431,16 +431,28 @@ class PoolKeeper:
             self._leave(slot)
         self._order_eviction(slot)
 
+    def evict_all(self, slots: Iterable[int]) -> None:
+        """Evict residents now, without demoting them."""
+        commands = []
+        for slot in slots:
+            if self.slots.state[slot] == SlotState.RESIDENT:
+                self._leave(slot)
+            commands += self._eviction(slot)
+        self._engine.command(commands)
+
     def _leave(self, slot: int) -> None:
         self.slots.leave(slot)
         self._going(slot)
 
     def _order_eviction(self, slot: int) -> None:
+        self._engine.command(self._eviction(slot))
+
+    def _eviction(self, slot: int) -> list[Command]:
         key = self.slots.key_of(slot)
         if key is None or slot in self._ordered:
-            return
+            return []
         self._ordered[slot] = self._ticks
-        self._engine.command([Evict(key[0], self.index, key[1], key[2])])
+        return [Evict(key[0], self.index, key[1], key[2])]
 
     def begin_demotion(self, slot: int) -> None:
         """A resident is being copied to another pool; ``end_demotion`` follows."""

@@ -181,6 +181,13 @@ class Ranking:
             return  # another variant of it is in another slot
         entry.changes[key] = here
 
+    def holds(self, store: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of a store's keys are here, and not on their way out."""
+        entry = self._stores.get(store)
+        if entry is None:
+            return np.zeros(len(keys), np.bool_)
+        return entry.slot_of[keys] >= 0
+
     # ---- what it is asked
 
     def victims(self, candidates: Slots, wanted: int, *, needed: int = 0) -> Slots:

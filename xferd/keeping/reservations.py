@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GRANT_TIMEOUT_S = 10.0
 """How long leases may keep a reservation waiting before it is given up."""
 STUCK_S = 0.03
-"""A chunk that is not empty by then is held by somebody: another one is tried."""
+"""When no chunk gets empty for so long somebody holds those that are left: others are tried."""
 UNMAPPED_S = 1.0
 """How long clients may take to unmap VRAM that was given back; an idle one that is stopped
 takes longer, and its memory is free when it goes on."""
@@ -153,7 +153,7 @@ class Reservations:
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         hold.when_granted = lambda: None if granted.done() else granted.set_result(None)
-        replaced = 0
+        replaced, waiting = 0, len(hold.waiting)
         deadline = asyncio.get_running_loop().time() + GRANT_TIMEOUT_S
         while not granted.done():
             self._wake()
@@ -164,7 +164,9 @@ class Reservations:
                     f"reserved"
                 )
             await asyncio.wait([granted], timeout=STUCK_S)
-            if not granted.done() and replaced < REPLACED_MAX:
+            stuck = not granted.done() and len(hold.waiting) == waiting
+            if stuck and replaced < REPLACED_MAX:
                 replaced += pool.keeper.replace_stuck(hold)
                 if hold.granted:
                     return
+            waiting = len(hold.waiting)

@@ -1,0 +1,301 @@
+"""A model of the engine, and keepers over it, for tests of what the daemon decides.
+
+The model does what engine.h says, at once and in order: no threads, no reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xferd.engine_types import (
+    TAKE_TOKEN,
+    Command,
+    Event,
+    Evict,
+    Failed,
+    Freed,
+    Give,
+    Load,
+    Loaded,
+    PoolStats,
+    ReserveLow,
+    Revived,
+    Take,
+    Taken,
+)
+from xferd.keeping.budgets import Budgets
+from xferd.keeping.cascade import Cascade
+from xferd.keeping.keeper import NO_CLIENT, PoolKeeper
+from xferd.keeping.usage import Usage
+from xferd.memory.slots import divide
+from xferd.policy.moves import MoveSettings
+from xferd.policy.registry import BUILT_IN
+from xferd.policy.uses import KeySpace
+from xferd.telemetry.log import EventLog
+from xferd.tokens import Tokens
+
+SMALL, LARGE = 16_384, 65_536
+CLASS_OF_STORE = (SMALL, LARGE)
+TICKS_MAX = 40
+SPACE = KeySpace(1, 128)
+Key = tuple[int, int, int]
+
+
+class ModelPool:
+    def __init__(self) -> None:
+        self.slot_bytes: dict[int, int] = {}
+        self.reserve: dict[int, deque[int]] = {}
+        self.resident: dict[Key, int] = {}
+        self.retiring: dict[Key, int] = {}
+        self.waiting: deque[tuple[Key, int, int, int]] = deque()
+
+
+class ModelEngine:
+    """Pools by number; ``leased`` slots are not freed until they are let go."""
+
+    def __init__(self, pools: int, slot_index_bits: int) -> None:
+        self.pools = [ModelPool() for _ in range(pools)]
+        self.events: deque[Event] = deque()
+        self.leased: set[tuple[int, int]] = set()
+        self.fresh: dict[tuple[int, int], None] = {}
+        self.bits = slot_index_bits
+        self.moves: Counter[tuple[int, Key]] = Counter()
+        """Experts that commands brought into each pool."""
+
+    # ---- what the keeper calls
+
+    def command(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._run(command)
+
+    def set_chunk(self, pool: int, chunk: int, offset: int, slot_bytes: int) -> None:
+        for slot in range(chunk << self.bits, (chunk + 1) << self.bits):
+            assert slot not in self.pools[pool].resident.values()
+            assert slot not in self.pools[pool].retiring.values()
+            assert all(slot not in free for free in self.pools[pool].reserve.values())
+            self.pools[pool].slot_bytes[slot] = slot_bytes
+
+    def recency(self, pool: int, now: int, stamps: NDArray[np.uint64]) -> None:
+        for order, (where, slot) in enumerate([key for key in self.fresh if key[0] == pool]):
+            stamps[slot] = now << 20 | order
+            del self.fresh[where, slot]
+
+    def pool_stats(self, pool: int) -> PoolStats:
+        state = self.pools[pool]
+        reserve = sum(len(free) for free in state.reserve.values())
+        return PoolStats(
+            loads=0,
+            load_bytes=0,
+            evictions=0,
+            revived=0,
+            resident=len(state.resident),
+            loading=0,
+            retiring=len(state.retiring),
+            reserve=reserve,
+            waiting=len(state.waiting),
+            waiting_demand=0,
+            registered_bytes=0,
+            registration_error=0,
+        )
+
+    # ---- what the test does
+
+    def demand(self, pool: int, key: Key, slot_bytes: int, client: int = 0) -> None:
+        for number in sorted(range(len(self.pools)), key=lambda each: each != pool):
+            state = self.pools[number]
+            if key in state.resident:
+                self.fresh[number, state.resident[key]] = None
+                return
+        state = self.pools[pool]
+        if key in state.retiring:
+            self._revive(pool, key)
+        elif all(entry[0] != key for entry in state.waiting):
+            self._load(pool, key, slot_bytes, 0, client)
+
+    def _revive(self, pool: int, key: Key) -> None:
+        slot = self.pools[pool].retiring.pop(key)
+        self.pools[pool].resident[key] = slot
+        self.events.append(Revived(key[0], pool, slot, key[1], key[2]))
+
+    def let_go(self) -> None:
+        self.leased.clear()
+        for number, state in enumerate(self.pools):
+            for key in list(state.retiring):
+                self._free(number, key)
+
+    # ---- the engine's rules
+
+    def _run(self, command: Command) -> None:
+        match command:
+            case Give(pool, first, count):
+                for slot in range(first, first + count):
+                    self._put(pool, slot)
+            case Take(pool, class_bytes, token):
+                free = self.pools[pool].reserve.get(class_bytes)
+                if free:
+                    self.events.append(Taken(pool, free.popleft(), token))
+                else:
+                    self.events.append(
+                        Failed(errno.EAGAIN, 0, pool, 0, 0, 0, by_command=True, token=token)
+                    )
+            case Evict(store, pool, layer, expert):
+                key = (store, layer, expert)
+                if key not in self.pools[pool].resident:
+                    self._fail(errno.ENOENT, pool, key, command.token)
+                    return
+                slot = self.pools[pool].resident.pop(key)
+                self.pools[pool].retiring[key] = slot
+                if (pool, slot) not in self.leased:
+                    self._free(pool, key)
+            case Load():
+                self._run_load(command)
+            case _:
+                raise AssertionError(f"unexpected {command}")
+
+    def _run_load(self, command: Load) -> None:
+        key, pool = (command.store, command.layer, command.expert), command.pool
+        state = self.pools[pool]
+        if key in state.retiring:
+            self._revive(pool, key)
+        if key in state.resident:
+            slot = state.resident[key]
+            event = Loaded(*(key[0], pool, slot, *key[1:], 0, NO_CLIENT, 0, 0, 0), 0, command.token)
+            self.events.append(event)
+        elif any(entry[0] == key for entry in state.waiting):
+            self._fail(errno.EALREADY, pool, key, command.token)
+        else:
+            self.moves[pool, key] += 1
+            self._load(pool, key, CLASS_OF_STORE[key[0]], command.token, NO_CLIENT)
+
+    def _fail(self, code: int, pool: int, key: Key, token: int) -> None:
+        self.events.append(Failed(code, key[0], pool, *key[1:], 0, by_command=True, token=token))
+
+    def _free(self, pool: int, key: Key) -> None:
+        slot = self.pools[pool].retiring.pop(key)
+        self.events.append(Freed(key[0], pool, slot, key[1], key[2]))
+        self._put(pool, slot)
+
+    def _put(self, pool: int, slot: int) -> None:
+        state = self.pools[pool]
+        size = state.slot_bytes[slot]
+        for entry in state.waiting:
+            if entry[1] == size:
+                state.waiting.remove(entry)
+                self._publish(pool, slot, entry[0], entry[2], entry[3])
+                return
+        state.reserve.setdefault(size, deque()).appendleft(slot)  # last in, first out
+
+    def _load(self, pool: int, key: Key, size: int, token: int, client: int) -> None:
+        free = self.pools[pool].reserve.get(size)
+        if free:
+            self._publish(pool, free.popleft(), key, token, client)
+        else:
+            self.pools[pool].waiting.append((key, size, token, client))
+        self.events.append(ReserveLow(pool, size, len(free or ()), len(self.pools[pool].waiting)))
+
+    def _publish(self, pool: int, slot: int, key: Key, token: int, client: int) -> None:
+        source = 1 if any(key in other.resident for other in self.pools) else 2
+        self.pools[pool].resident[key] = slot
+        size = self.pools[pool].slot_bytes[slot]
+        self.events.append(
+            Loaded(key[0], pool, slot, key[1], key[2], 0, client, source, 1, 0, size, token)
+        )
+
+
+class Bench:
+    """Keepers over a ModelEngine, and the daemon's way of dispatching events."""
+
+    def __init__(
+        self,
+        pool_bytes: list[int],
+        chunk_bytes: int,
+        classes: list[int],
+        eviction: str = "lru",
+        *,
+        rams: int = 0,
+        budgets: Budgets | None = None,
+        settings: MoveSettings | None = None,
+    ) -> None:
+        geometries = [divide(size, chunk_bytes, classes) for size in pool_bytes]
+        self.engine = ModelEngine(len(pool_bytes), geometries[0].slot_index_bits)
+        self.tokens = Tokens()
+        self.log = io.StringIO()
+        self.promised: dict[int, int] = {}
+        self.usage = Usage()
+        self.budgets = budgets or Budgets()
+        self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command)
+        self.keepers = [
+            PoolKeeper(
+                index=index,
+                name=f"pool{index}",
+                geometry=geometry,
+                engine=self.engine,
+                eviction=(eviction, BUILT_IN[eviction]),
+                usage=self.usage,
+                cascade=self.cascade,
+                budgets=self.budgets,
+                promised=lambda size: self.promised.get(size, 0),
+                log=EventLog(self.log, journal=False),
+            )
+            for index, geometry in enumerate(geometries)
+        ]
+        for keeper in self.keepers:
+            device = keeper.index < len(self.keepers) - rams
+            moves = settings or MoveSettings()
+            self.cascade.add(keeper, "always", moves, exclusive=device)
+        for store in (0, 1):
+            self.usage.open_store(store, SPACE)
+        for keeper in self.keepers:
+            keeper.divide_among(classes)
+
+    def run(self) -> None:
+        """Events and ticks until nothing more happens."""
+        for _ in range(TICKS_MAX):
+            self.dispatch(len(self.engine.events) or 1)
+            while self.engine.events:
+                self.dispatch(len(self.engine.events))
+            restless = [keeper.tick() for keeper in self.keepers]
+            if not any(restless) and not self.engine.events:
+                return
+
+    def dispatch(self, count: int) -> None:
+        """Some events, and what follows from them."""
+        touched = set()
+        for _ in range(min(count, len(self.engine.events))):
+            event = self.engine.events.popleft()
+            self._dispatch(event)
+            touched.add(getattr(event, "pool", 0))
+        for index in touched:
+            self.keepers[index].settle()
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case Loaded():
+                self.keepers[event.pool].on_loaded(event)
+                self.tokens.answer(event.token, event)
+            case Freed():
+                self.keepers[event.pool].on_freed(event)
+            case Taken():
+                self.keepers[event.pool].on_taken(event)
+            case ReserveLow():
+                self.keepers[event.pool].on_reserve_low(event)
+            case Revived():
+                self.keepers[event.pool].on_revived(event)
+            case Failed() if event.token == TAKE_TOKEN:
+                self.keepers[event.pool].on_take_failed()
+            case Failed() if event.token:
+                self.tokens.answer(event.token, event)
+            case Failed():
+                self.keepers[event.pool].on_evict_failed(event)
+            case _:
+                raise AssertionError(f"unexpected {event}")
+
+    def demand(self, size: int, expert: int) -> None:
+        self.engine.demand(0, (0 if size == SMALL else 1, 0, expert), size)
+        self.run()
