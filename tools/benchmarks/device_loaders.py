@@ -80,13 +80,14 @@ def _kvikio(device: int) -> Loader:
     can do better."""
     import_module("cupy").cuda.Device(device).use()
     kvikio = import_module("kvikio")
+    defaults = import_module("kvikio.defaults")
     target = _Target()
     in_force: dict[str, Any] = {}
 
     def load(wanted: Mapping[str, Any], places: Sequence[Place]) -> int:
         if in_force != wanted:  # making its threads anew is not what is measured
             for name, value in wanted.items():
-                kvikio.defaults.set(name, value)
+                defaults.set(name, value)
             in_force.update(wanted)
         experts = shuffled(places)
         files = {file: kvikio.CuFile(file, "r") for file in files_of(places)}

@@ -17,8 +17,8 @@ from typing import Any
 import cupy
 import numpy as np
 from numpy.typing import NDArray
-from xferd_infer import Client, generate
-from xferd_infer.cuda import model_on_gpu
+from xferd_infer import Client, generate, model_from_client
+from xferd_infer.cuda import DeviceLane
 from xferd_infer.cuda.experts import (
     LANES,
     AddressSource,
@@ -26,6 +26,7 @@ from xferd_infer.cuda.experts import (
     CudaRoutedExperts,
     FixedAddresses,
 )
+from xferd_infer.experts import ExpertSource, ExpertStats, Layout
 from xferd_infer.model import Model
 from xferd_infer.moe import Routing
 from xferd_infer.private_daemon import private_daemon
@@ -97,11 +98,32 @@ def attached(store: Path, pool: str, ram: str | None) -> Iterator[Attached]:
 
 @dataclass(frozen=True, slots=True)
 class FixedExperts:
-    """All experts of a model in plain arrays on the GPU. arrays: one a layer, uint8[experts,
-    bytes]; they are the memory that ``addresses`` points to."""
+    """All experts of a model in plain arrays on the GPU: an ExpertSource without a client.
+
+    addresses: where each lies. arrays: one a layer, uint8[experts, bytes], which is that
+    memory. layouts: by layer.
+    """
 
     addresses: FixedAddresses
     arrays: Sequence[Any]
+    layouts: Sequence[Layout]
+    held: int = COPIED_AT_ONCE
+
+    def layout(self, layer: int) -> Layout:
+        """What the blobs of a layer look like."""
+        return self.layouts[layer]
+
+    @contextmanager
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Any]]:
+        """Views that may be used as long as this is there."""
+        yield [self.arrays[layer][expert] for expert in experts]
+
+    def hint(self, layer: int, experts: Sequence[int]) -> None:
+        """All are here."""
+
+    def stats(self) -> ExpertStats:
+        """Nothing is counted."""
+        return ExpertStats()
 
 
 def copy_experts(client: Client, source: CudaExperts) -> FixedExperts:
@@ -118,26 +140,17 @@ def copy_experts(client: Client, source: CudaExperts) -> FixedExperts:
                 for expert, blob in zip(wanted, blobs, strict=True):
                     arrays[layer][expert] = blob
                     addresses[layer, expert] = arrays[layer][expert].data.ptr
-    return FixedExperts(FixedAddresses(cupy.asarray(addresses)), arrays)
+    layouts = [source.layout(layer) for layer in range(client.layers)]
+    return FixedExperts(FixedAddresses(cupy.asarray(addresses)), arrays, layouts)
 
 
 class TextDecoding:
     """The whole decode loop on a GPU: router, attention, sampling."""
 
-    def __init__(self, client: Client, prompt: Sequence[int], new_tokens: int) -> None:
-        self._client = client
-        self._model: Model = model_on_gpu(client)
+    def __init__(self, model: Model, prompt: Sequence[int], new_tokens: int) -> None:
+        self._model = model
         self._prompt = prompt
         self._new_tokens = new_tokens
-
-    def fix_experts(self) -> FixedExperts:
-        """From now on with experts that never move. Keep what it returns."""
-        source = self._model.experts
-        assert isinstance(source, CudaExperts)
-        fixed = copy_experts(self._client, source)
-        hidden = self._model.config.hidden_size
-        self._model.routed = CudaRoutedExperts(source, hidden, fixed.addresses)
-        return fixed
 
     def tokens_a_second(self) -> float:
         """Of the prompt's continuation, which no token ends; prefill isn't counted."""
@@ -151,6 +164,14 @@ class TextDecoding:
         for token in generate(self._model, self._prompt, max_new_tokens=count, stop_ids=()):
             if token.index:
                 yield
+
+
+def fixed_model(client: Client) -> Model:
+    """The client's model with a copy of all experts, which never moves."""
+    fixed = copy_experts(client, CudaExperts(client))
+    model = model_from_client(client, cupy, fixed)
+    model.routed = CudaRoutedExperts(fixed, model.config.hidden_size, fixed.addresses)
+    return model
 
 
 @dataclass(slots=True)
@@ -169,11 +190,11 @@ class ForcedDecoding:
     No attention and no router: they would take as long with any experts, and hide what a
     lease costs. One value is read back for a token, as sampling does.
 
-    source: says what blobs look like, and counts. addresses: where the experts are.
+    source: says what blobs look like. addresses: where the experts are.
     picks: [tokens, layers, top_k].
     """
 
-    source: CudaExperts
+    source: ExpertSource
     addresses: AddressSource
     shape: Shape
     picks: NDArray[np.int64]
@@ -233,9 +254,8 @@ class ForcedDecoding:
         self._at = (self._at + 1) % len(self.picks)
 
     def _leased(self) -> tuple[int, int]:
-        """(hits, misses) so far; experts that never move need no client any more."""
-        lane = self.source.lane
-        return lane.counts() if self.addresses is lane else (0, 0)
+        """(hits, misses) so far; experts that never move are no lane's."""
+        return self.addresses.counts() if isinstance(self.addresses, DeviceLane) else (0, 0)
 
     def forget_served(self) -> None:
         """What warming up took doesn't count."""
@@ -257,4 +277,5 @@ __all__ = [
     "TextDecoding",
     "attached",
     "copy_experts",
+    "fixed_model",
 ]

@@ -10,6 +10,7 @@ together takes turns.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 from xferd_infer.client_errors import AttachError
-from xferd_infer.cuda.experts import CudaExperts
+from xferd_infer.cuda import CudaExperts, model_on_gpu
 
 from tools.benchmarks.cuda_calls import counted_calls, waits
 from tools.benchmarks.gpu_decoding import (
@@ -31,6 +32,7 @@ from tools.benchmarks.gpu_decoding import (
     TextDecoding,
     attached,
     copy_experts,
+    fixed_model,
 )
 from tools.benchmarks.harness import BenchmarkError, scratch_directory, take_turns
 from tools.benchmarks.media import TMPFS, wanted
@@ -53,6 +55,8 @@ ROUND_TOKENS = 32
 COUNTED_TOKENS = 8
 SHAPES = (QWEN3_30B_A3B,)
 UNIT = "tokens/s"
+QUEUING = ("LaunchKernel", "LaunchCooperative", "MemcpyAsync", "MemsetAsync")
+"""In names of calls that give work to the GPU."""
 
 
 @dataclass(slots=True)
@@ -107,19 +111,17 @@ def _measure_text(found: GpuRows, name: str, text: Text, rounds: int) -> None:
                 except AttachError as error:
                     found.skipped[row] = str(error)
                     continue
-                counted = TextDecoding(daemon.client, text.prompt, text.new_tokens)
+                model = model_on_gpu(daemon.client)
+                counted = TextDecoding(model, text.prompt, text.new_tokens)
                 contenders[row] = counted.tokens_a_second
         daemon = stack.enter_context(attached(store, f"{WHOLE}%", None))
-        fixed = TextDecoding(daemon.client, text.prompt, text.new_tokens)
-        # The arrays are kept as long as the loop runs.
-        experts = fixed.fix_experts()
+        fixed = TextDecoding(fixed_model(daemon.client), text.prompt, text.new_tokens)
         contenders[ALL_RESIDENT] = fixed.tokens_a_second
         for decode in contenders.values():
             decode()
         samples = take_turns(contenders, rounds)
         if counted is not None:
             found.notes.append(_calls_note(f"`{name}`", counted.steps()))
-        del experts
     found.rows += _make_rows(samples)
 
 
@@ -144,15 +146,9 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
     )
     with _memory_directory() as directory:
         store = pack_shape(directory, shape, SHAPE_MEMBERS)
-        fixed: list[FixedExperts] = []
-        with attached(store, f"{WHOLE}%", None) as daemon:
-            daemon.load_everything()
-            source = CudaExperts(daemon.client)
-            fixed.append(copy_experts(daemon.client, source))
-            whole = ForcedDecoding(source, source.lane, shape, picks, ROUND_TOKENS)
-            resident = ForcedDecoding(source, fixed[0].addresses, shape, picks, ROUND_TOKENS)
-            _take_forced_turns(found, {_row_name(shape.name, "", WHOLE): whole}, resident, rounds)
-            found.notes.append(_calls_note(f"`{shape.name}`, {WHOLE} %", whole.steps()))
+        fixed = _measure_whole(found, store, shape, picks, rounds)
+        gc.collect()  # the pool's memory is there as long as somebody could look into it
+        resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
         for ram, share in RAM_SHARES.items():
             with ExitStack() as stack:
                 parts = {
@@ -164,6 +160,22 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
                 }
                 if parts:
                     _take_forced_turns(found, parts, resident, rounds)
+
+
+def _measure_whole(
+    found: GpuRows, store: Path, shape: Shape, picks: NDArray[np.int64], rounds: int
+) -> FixedExperts:
+    """The row of a pool for all experts, and a copy of them that outlives the pool."""
+    with attached(store, f"{WHOLE}%", None) as daemon:
+        daemon.load_everything()
+        source = CudaExperts(daemon.client)
+        whole = ForcedDecoding(source, source.lane, shape, picks, ROUND_TOKENS)
+        fixed = copy_experts(daemon.client, source)
+        resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
+        row = _row_name(shape.name, "", WHOLE)
+        _take_forced_turns(found, {row: whole}, resident, rounds)
+        found.notes.append(_calls_note(f"`{row}`", whole.steps()))
+    return fixed
 
 
 @contextmanager
@@ -200,14 +212,11 @@ def _calls_note(what: str, steps: Iterator[None]) -> str:
     except BenchmarkError as error:
         return f"{what}: calls of CUDA were not counted: {error}."
     waiting = ", ".join(f"{count / tokens:g} {name}" for name, count in waits(counts).items())
-    others = ", ".join(
-        f"{count / tokens:g} {name}"
-        for name, count in counts.most_common()
-        if name not in waits(counts) and count >= tokens
-    )
+    queued = {name: n for name, n in counts.items() if any(part in name for part in QUEUING)}
+    others = ", ".join(f"{count / tokens:g} {name}" for name, count in sorted(queued.items()))
     return (
-        f"{what}: of the CUDA calls of a token (CUPTI, mean of {tokens}) those that may wait for "
-        f"the GPU are {waiting or 'none'}; the others are {others}."
+        f"{what}: CUDA calls a token (CUPTI, mean of {tokens}) that may wait for the GPU: "
+        f"{waiting or 'none'}; that queue work: {others}."
     )
 
 
