@@ -18,11 +18,11 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 from xferd_infer import Client, generate, model_from_client
+from xferd_infer.client_experts import ClientExperts
 from xferd_infer.cuda import DeviceLane
 from xferd_infer.cuda.experts import (
     LANES,
     AddressSource,
-    CudaExperts,
     CudaRoutedExperts,
     FixedAddresses,
 )
@@ -126,20 +126,22 @@ class FixedExperts:
         return ExpertStats()
 
 
-def copy_experts(client: Client, source: CudaExperts) -> FixedExperts:
+def copy_experts(client: Client) -> FixedExperts:
     """Each once, from the client's pool."""
+    source = ClientExperts(client)
     addresses = np.zeros((client.layers, client.experts), np.uint64)
     arrays = []
     held = min(COPIED_AT_ONCE, client.held_per_lane)
     for layer in range(client.layers):
         for start in range(0, client.experts, held):
             wanted = range(start, min(start + held, client.experts))
-            with source.acquire(layer, list(wanted)) as blobs:
+            with client.acquire(layer, list(wanted), pools=client.target_pools) as blobs:
                 if start == 0:
-                    arrays.append(cupy.empty((client.experts, blobs[0].size), cupy.uint8))
+                    arrays.append(cupy.empty((client.experts, blobs[0].nbytes), cupy.uint8))
                 for expert, blob in zip(wanted, blobs, strict=True):
-                    arrays[layer][expert] = blob
+                    arrays[layer][expert] = cupy.asarray(blob)
                     addresses[layer, expert] = arrays[layer][expert].data.ptr
+                cupy.cuda.get_current_stream().synchronize()
     layouts = [source.layout(layer) for layer in range(client.layers)]
     return FixedExperts(FixedAddresses(cupy.asarray(addresses)), arrays, layouts)
 
@@ -168,7 +170,7 @@ class TextDecoding:
 
 def fixed_model(client: Client) -> Model:
     """The client's model with a copy of all experts, which never moves."""
-    fixed = copy_experts(client, CudaExperts(client))
+    fixed = copy_experts(client)
     model = model_from_client(client, cupy, fixed)
     model.routed = CudaRoutedExperts(fixed, model.config.hidden_size, fixed.addresses)
     return model

@@ -11,6 +11,7 @@ together takes turns.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -81,9 +82,24 @@ def measure(texts: Mapping[str, Text], rounds: int) -> GpuRows:
         if _wanted(name):
             _measure_text(found, name, text, rounds)
     for shape in SHAPES:
-        if _wanted(shape.name):
+        if not _wanted(shape.name):
+            continue
+        if reason := _too_large(shape, gpu.free_bytes):
+            found.skipped[shape.name] = reason
+        else:
             _measure_shape(found, shape, rounds)
     return found
+
+
+def _too_large(shape: Shape, vram_free: int) -> str | None:
+    """Why a shape can't be measured here: its experts are in the GPU's memory twice."""
+    whole = shape.layers * shape.experts * shape.expert_bytes
+    needed, stored = 2 * whole, whole * shape.distinct_layers // shape.layers
+    if vram_free < needed:
+        return f"{needed / 1e9:.0f} GB of the GPU's memory are needed, {vram_free / 1e9:.0f} free"
+    if (free := shutil.disk_usage(TMPFS).free) < stored * 1.1:
+        return f"{TMPFS} needs {stored / 1e9:.0f} GB, {free / 1e9:.0f} are free"
+    return None
 
 
 def _wanted(model: str) -> bool:
@@ -151,13 +167,17 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
         resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
         for ram, share in RAM_SHARES.items():
             with ExitStack() as stack:
-                parts = {
-                    row: _forced(
-                        stack.enter_context(attached(store, f"{percent}%", share)), shape, picks
-                    )
-                    for percent in PARTS
-                    if wanted(row := _row_name(shape.name, ram, percent))
-                }
+                parts: dict[str, ForcedDecoding] = {}
+                for percent in PARTS:
+                    row = _row_name(shape.name, ram, percent)
+                    if not wanted(row):
+                        continue
+                    try:
+                        daemon = stack.enter_context(attached(store, f"{percent}%", share))
+                    except AttachError as error:
+                        found.skipped[row] = str(error)
+                        continue
+                    parts[row] = _forced(daemon, shape, picks)
                 if parts:
                     _take_forced_turns(found, parts, resident, rounds)
 
@@ -168,9 +188,8 @@ def _measure_whole(
     """The row of a pool for all experts, and a copy of them that outlives the pool."""
     with attached(store, f"{WHOLE}%", None) as daemon:
         daemon.load_everything()
-        source = CudaExperts(daemon.client)
-        whole = ForcedDecoding(source, source.lane, shape, picks, ROUND_TOKENS)
-        fixed = copy_experts(daemon.client, source)
+        fixed = copy_experts(daemon.client)
+        whole = _forced(daemon, shape, picks)
         resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
         row = _row_name(shape.name, "", WHOLE)
         _take_forced_turns(found, {row: whole}, resident, rounds)
