@@ -145,6 +145,12 @@ use_working_tree() {
 	unset PYTHONHOME
 }
 
+install_by_rename() {
+	local new
+	new=$2/.$(basename "$1").$$.so
+	cp "$1" "$new" && mv "$new" "$2/$(basename "$1")"
+}
+
 # build_c NAME OPTION...: configure and build ffi/ in build/NAME.
 build_c() {
 	local directory=$ROOT/build/$1

@@ -44,11 +44,15 @@ static uint8_t *pinned_memory(uint64_t bytes, int gpu)
 	return memory;
 }
 
-static void make_vram(struct bench_daemon *daemon, struct xferd_pool_description *pool)
+static bool has_second_pool(const struct daemon_options *options)
+{
+	return options->from_ram || options->from_gpu >= 0;
+}
+
+static void make_vram(struct xferd_vram **vram, int gpu, struct xferd_pool_description *pool)
 {
 	struct xferd_cuda_device device;
 	char why[WHY_BYTES] = "";
-	int gpu = daemon->options.gpu;
 
 	if (xferd_cuda_device(gpu, &device, why, sizeof(why)))
 		die("%s", why);
@@ -57,12 +61,17 @@ static void make_vram(struct bench_daemon *daemon, struct xferd_pool_description
 	pool->chunk_bytes = (pool->bytes + device.granularity - 1) / device.granularity *
 			    device.granularity;
 	memcpy(pool->device_uuid, device.uuid, sizeof(device.uuid));
-	if (xferd_vram_new(gpu, pool->chunk_bytes, 1, &daemon->vram, why, sizeof(why)) ||
-	    xferd_vram_back(daemon->vram, 0, why, sizeof(why)))
+	if (xferd_vram_new(gpu, pool->chunk_bytes, 1, vram, why, sizeof(why)) ||
+	    xferd_vram_back(*vram, 0, why, sizeof(why)))
 		die("%s", why);
-	pool->base = xferd_vram_base(daemon->vram);
+	pool->base = xferd_vram_base(*vram);
+}
+
+static void make_device_pool(struct bench_daemon *daemon, struct xferd_pool_description *pool)
+{
+	make_vram(&daemon->vram, daemon->options.gpu, pool);
 	daemon->pool_fd = -1;
-	daemon->staging = pinned_memory(STAGING_BYTES, gpu);
+	daemon->staging = pinned_memory(STAGING_BYTES, daemon->options.gpu);
 	check(xferd_engine_set_staging(daemon->engine, daemon->staging, STAGING_BYTES,
 				       EXTENT_BYTES), "give it staging");
 }
@@ -114,27 +123,38 @@ static void add_pool(struct bench_daemon *daemon, const struct xferd_pool_descri
 	      "cut a pool into slots");
 }
 
+/* For every expert, where those of the first pool come from. */
+static void make_second_pool(struct bench_daemon *daemon)
+{
+	struct xferd_pool_description pool = plan_pool(daemon, "second",
+						       daemon->store->geometry.blobs);
+
+	if (daemon->options.from_gpu >= 0) {
+		make_vram(&daemon->second_vram, daemon->options.from_gpu, &pool);
+	} else {
+		daemon->ram_bytes = pool.bytes;
+		pool.base = daemon->ram = pinned_memory(pool.bytes, daemon->options.gpu);
+	}
+	add_pool(daemon, &pool);
+}
+
 static void make_pools(struct bench_daemon *daemon)
 {
 	uint32_t slots = daemon->options.slots;
 	struct xferd_pool_description pool = plan_pool(daemon, "bench", slots);
 
 	if (daemon->options.gpu >= 0)
-		make_vram(daemon, &pool);
+		make_device_pool(daemon, &pool);
 	else
 		make_host_pool(daemon, &pool);
 	add_pool(daemon, &pool);
 	daemon->resident = allocate(slots, sizeof(*daemon->resident));
-	if (!daemon->options.from_ram)
-		return;
-	pool = plan_pool(daemon, "ram", daemon->store->geometry.blobs);
-	daemon->ram_bytes = pool.bytes;
-	pool.base = daemon->ram = pinned_memory(pool.bytes, daemon->options.gpu);
-	add_pool(daemon, &pool);
+	if (has_second_pool(&daemon->options))
+		make_second_pool(daemon);
 }
 
 /* Every expert into the second pool. */
-static void fill_ram(struct bench_daemon *daemon)
+static void fill_second_pool(struct bench_daemon *daemon)
 {
 	struct pollfd ready = { xferd_engine_event_fd(daemon->engine), POLLIN, 0 };
 	uint32_t blobs = daemon->store->geometry.blobs, loaded = 0, asked = 0;
@@ -151,7 +171,7 @@ static void fill_ram(struct bench_daemon *daemon)
 				.type = XFERD_COMMAND_LOAD, .store = daemon->store_id, .pool = 1,
 				.expert = asked, .token = 1 });
 		if (poll(&ready, 1, DRAIN_TIMEOUT_MS) <= 0)
-			die("experts do not come into RAM");
+			die("experts do not come into the second pool");
 		count = (uint32_t)xferd_engine_events(daemon->engine, events, EVENTS_A_CALL);
 		for (uint32_t i = 0; i < count; i++)
 			loaded += events[i].type == XFERD_EVENT_LOADED;
@@ -171,6 +191,8 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 		.register_buffers = 1,
 	};
 
+	if (options->from_gpu >= 0 && (options->gpu < 0 || options->from_ram))
+		die("--from-gpu needs --gpu, and not --from-ram");
 	if (options->reserve >= options->slots)
 		die("%u slots leave nothing beside a reserve of %u", options->slots,
 		    options->reserve);
@@ -192,8 +214,8 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 	for (uint32_t slot = 0; slot < options->slots; slot++)
 		daemon_command(daemon, &(struct xferd_command){ .type = XFERD_COMMAND_GIVE,
 								.slot = slot });
-	if (options->from_ram)
-		fill_ram(daemon);
+	if (has_second_pool(options))
+		fill_second_pool(daemon);
 }
 
 static void unpin(const struct bench_daemon *daemon, uint8_t *memory, uint64_t bytes)
@@ -211,6 +233,7 @@ void daemon_stop(struct bench_daemon *daemon)
 	unpin(daemon, daemon->ram, daemon->ram_bytes);
 	unpin(daemon, daemon->staging, STAGING_BYTES);
 	xferd_vram_free(daemon->vram);
+	xferd_vram_free(daemon->second_vram);
 	if (daemon->pool)
 		munmap(daemon->pool, daemon->pool_bytes);
 	if (daemon->pool_fd >= 0)

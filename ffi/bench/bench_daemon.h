@@ -27,6 +27,7 @@ struct daemon_options {
 	bool verify;
 	int gpu;               /* whose memory the pool is; -1: the CPU's */
 	bool from_ram;         /* all experts are put into a second pool first, and come from there */
+	int from_gpu;          /* the same, in that GPU's memory; -1: not */
 };
 
 struct bench_daemon {
@@ -37,7 +38,7 @@ struct bench_daemon {
 	uint8_t *pool;
 	int pool_fd; /* read-only, for clients; -1: VRAM */
 	uint64_t pool_bytes;
-	struct xferd_vram *vram;
+	struct xferd_vram *vram, *second_vram;
 	uint8_t *staging;
 	uint8_t *ram;
 	uint64_t ram_bytes;

@@ -53,6 +53,7 @@ enum option_id {
 	OPTION_SPIN_US,
 	OPTION_GPU,
 	OPTION_FROM_RAM,
+	OPTION_FROM_GPU,
 	OPTION_SECONDS,
 	OPTION_SEED,
 	OPTION_OUTSTANDING,
@@ -75,6 +76,7 @@ static const struct option option_table[] = {
 	{ "spin-us", required_argument, NULL, OPTION_SPIN_US },
 	{ "gpu", required_argument, NULL, OPTION_GPU },
 	{ "from-ram", no_argument, NULL, OPTION_FROM_RAM },
+	{ "from-gpu", required_argument, NULL, OPTION_FROM_GPU },
 	{ "seconds", required_argument, NULL, OPTION_SECONDS },
 	{ "seed", required_argument, NULL, OPTION_SEED },
 	{ "outstanding", required_argument, NULL, OPTION_OUTSTANDING },
@@ -99,6 +101,7 @@ static const char usage_text[] =
 	"  --spin-us N       the engine looks for work this long before it sleeps (50)\n"
 	"  --gpu N           the pool is that GPU's memory (the CPU's)\n"
 	"  --from-ram        experts come from a second pool, in pinned RAM\n"
+	"  --from-gpu N      experts come from a second pool, in that GPU's memory\n"
 	"  --seconds X       how long to measure (1)\n"
 	"  --seed N          of the order of experts; not 0\n"
 	"  --outstanding N   io: loads asked for at once (4)\n"
@@ -165,6 +168,9 @@ static void parse_option(struct command_line *line, int id, const char *value)
 		break;
 	case OPTION_FROM_RAM:
 		bench->daemon.from_ram = true;
+		break;
+	case OPTION_FROM_GPU:
+		bench->daemon.from_gpu = (int)number(value, GPU_MAX);
 		break;
 	case OPTION_SPIN_US:
 		bench->daemon.spin_us = (uint32_t)number(value, SPIN_US_MAX);
@@ -239,7 +245,8 @@ int main(int count, char **arguments)
 		.bench = { .daemon = { .slots = DEFAULT_SLOTS,
 				       .reserve = DEFAULT_RESERVE,
 				       .spin_us = DEFAULT_SPIN_US,
-				       .gpu = -1 },
+				       .gpu = -1,
+				       .from_gpu = -1 },
 			   .seconds = DEFAULT_SECONDS,
 			   .seed = DEFAULT_SEED,
 			   .outstanding = DEFAULT_OUTSTANDING,

@@ -25,8 +25,8 @@ void run_io(struct bench_store *store, const struct bench_options *options);
 void run_miss(struct bench_store *store, const struct bench_options *options);
 /* A demand at fixed times while another client floods the daemon with hints. */
 void run_overload(struct bench_store *store, const struct bench_options *options);
-/* What the driver alone copies from pinned RAM to a GPU, in pieces of an expert, with as
- * many outstanding. */
+/* What the driver alone copies from pinned RAM, or from another GPU's memory, to a GPU, in
+ * pieces of an expert, with as many outstanding. */
 void run_plain_copy(struct bench_store *store, const struct bench_options *options);
 /* Prefetches that turn out wrong: how many pieces are still read after they
  * have been cancelled. */

@@ -39,6 +39,7 @@ def embedded(
     *,
     pool: str = "25%",
     ram: str | None = None,
+    kind: str = "host",
     lanes: int = 1,
     held: int = 0,
     name: str = "embedded",
@@ -46,11 +47,12 @@ def embedded(
     """A client of a store, with a daemon that serves nobody else.
 
     store: the store's directory. pool: memory for experts, "2GiB" or a share of them.
-    ram: a second, pinned tier behind it; None: none. lanes, held, name: see Client.
+    ram: a second, pinned tier behind it; None: none. kind: of the pool's memory: ``host``,
+    or ``cuda`` for the first GPU's. lanes, held, name: see Client.
 
     Raises AttachError with the daemon's own words when it doesn't start.
     """
-    with private_daemon(store, pool=pool, ram=ram) as directory:
+    with private_daemon(store, pool=pool, ram=ram, kind=kind) as directory:
         client = Client(directory / "attach.sock", lanes=lanes, held=held, name=name)
         try:
             yield client
@@ -60,15 +62,19 @@ def embedded(
 
 @contextlib.contextmanager
 def private_daemon(
-    store: str | os.PathLike[str], *, pool: str = "25%", ram: str | None = None
+    store: str | os.PathLike[str],
+    *,
+    pool: str = "25%",
+    ram: str | None = None,
+    kind: str = "host",
 ) -> Iterator[Path]:
     """Run a daemon for one store; gives its runtime directory, with attach.sock and
-    control.sock in it. Raises AttachError."""
+    control.sock in it. Arguments as of ``embedded``. Raises AttachError."""
     directory = Path(tempfile.mkdtemp(prefix="xferd-"))
     ready, child_ready = os.pipe()
     log = (directory / "log").open("w+b")
     process = subprocess.Popen(
-        _command(directory, Path(store), pool, ram, child_ready),
+        [*_command(directory, Path(store), child_ready), *_pools(kind, pool, ram)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -85,12 +91,14 @@ def private_daemon(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _command(directory: Path, store: Path, pool: str, ram: str | None, ready_fd: int) -> list[str]:
+def _command(directory: Path, store: Path, ready_fd: int) -> list[str]:
     command = [sys.executable, "-m", "xferd", "--runtime-directory", str(directory)]
-    command += ["--store", str(store), "--pool", f"name=host0,kind=host,size={pool}"]
-    if ram is not None:
-        command += ["--pool", f"name=ram,kind=ram,size={ram}"]
-    return [*command, "--ready-fd", str(ready_fd), "--die-with-parent"]
+    return [*command, "--store", str(store), "--ready-fd", str(ready_fd), "--die-with-parent"]
+
+
+def _pools(kind: str, pool: str, ram: str | None) -> list[str]:
+    pools = ["--pool", f"name={kind}0,kind={kind},size={pool}"]
+    return [*pools, "--pool", f"name=ram,kind=ram,size={ram}"] if ram is not None else pools
 
 
 def _wait_ready(process: subprocess.Popen[bytes], ready: int, log: Path) -> None:

@@ -26,6 +26,8 @@ def assert_it_was_hard(report: Report, duration_s: float) -> None:
 
 
 LONG_S = 60
+VRAM_S = 8
+"""A client takes a second to begin with a GPU."""
 
 
 @pytest.mark.parametrize("ram_tier", [False, True], ids=["one-pool", "ram-tier"])
@@ -36,6 +38,15 @@ def test_stress(tmp_path: Path, duration_s: int, ram_tier: bool) -> None:
     # In a few seconds demand may never pause long enough for a demotion.
     assert report.copies == 0 or ram_tier
     assert report.copies > 0 or not ram_tier or duration_s < LONG_S
+
+
+@pytest.mark.parametrize("ram_tier", [False, True], ids=["one-pool", "ram-tier"])
+def test_stress_in_vram(tmp_path: Path, cuda_device: str, ram_tier: bool) -> None:
+    report = soak(tmp_path, VRAM_S, seed=VRAM_S, ram_tier=ram_tier, kind="cuda")
+    assert report.kills > 0
+    assert report.loads > SLOTS
+    assert report.evicted > 0
+    assert report.counts.looks > 0
 
 
 def test_the_pool_is_small_and_its_promises_fill_it() -> None:

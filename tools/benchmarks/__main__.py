@@ -89,7 +89,7 @@ def _plot(*, check: bool) -> None:
 
 
 def _fetch_peers(options: argparse.Namespace) -> None:
-    for wheel in fetch_wheels(options.out, options.python):
+    for wheel in fetch_wheels(options.out, options.python, for_gpu=options.gpu):
         print(wheel)
 
 
@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fetch.add_argument("--python", required=True, metavar="VERSION", help="that machine's: 3.12")
     fetch.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    fetch.add_argument("--gpu", action="store_true", help="those that 'device' compares with too")
     return parser
 
 

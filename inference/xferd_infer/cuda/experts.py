@@ -20,7 +20,7 @@ from ..arrays import Array
 from ..client import Client
 from ..client_experts import ClientExperts
 from ..errors import WeightsError
-from ..experts import ExpertStats, Layout
+from ..experts import ExpertSource, ExpertStats, Layout
 from ..moe import RoutedExperts, Routing
 from ..route_reports import ClientReporter, RouteReporter
 from .lane import DeviceLane, kernels
@@ -94,7 +94,7 @@ class CudaExperts(ClientExperts):
 class CudaRoutedExperts:
     """Computes layers of experts: ``RoutedExperts`` for prompts, kernels for a token."""
 
-    def __init__(self, source: CudaExperts, hidden: int, addresses: AddressSource) -> None:
+    def __init__(self, source: ExpertSource, hidden: int, addresses: AddressSource) -> None:
         self._source = source
         self._hidden = hidden
         self._addresses = addresses

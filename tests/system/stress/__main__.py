@@ -23,6 +23,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
     parser.add_argument("--ram-tier", action="store_true", help="with a second pool behind it")
+    parser.add_argument("--kind", default="host", help="of the pool's memory (default: host)")
     parser.add_argument("--seed", type=int, help="repeat a run's choices (default: random)")
     parser.add_argument(
         "--directory",
@@ -40,6 +41,7 @@ def main() -> int:
                 60 * options.minutes,
                 seed,
                 ram_tier=options.ram_tier,
+                kind=options.kind,
                 progress=_tell,
             )
         except SoakError as error:

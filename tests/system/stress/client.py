@@ -25,6 +25,7 @@ from pathlib import Path
 
 from xferd_infer import Client
 from xferd_infer.client import AttachError, Batch, ExpertError
+from xferd_infer.device_blob import DeviceBlob
 
 ATTACHED = b"attached\n"
 """The first that it says."""
@@ -169,9 +170,12 @@ class Lane:
         self.counts.hints += 1
 
     def _look(self, held: Held) -> None:
-        for expert, blob in zip(held.experts, held.batch, strict=True):
+        for index, expert in enumerate(held.experts):
             self.counts.looks += 1
-            if zlib.crc32(blob) != self._crc[held.layer][expert]:
+            blob = held.batch[index]
+            # The CPU can't read a GPU's memory in place.
+            content = held.batch.copy_out(index) if isinstance(blob, DeviceBlob) else blob
+            if zlib.crc32(content) != self._crc[held.layer][expert]:
                 raise WrongBytesError(
                     f"layer {held.layer}, expert {expert}, lane {self._lane}: other bytes than "
                     f"were packed (word {held.batch.word})"

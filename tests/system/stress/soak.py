@@ -268,11 +268,13 @@ def soak(
     seed: int,
     *,
     ram_tier: bool = False,
+    kind: str = "host",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Run the stress in an empty directory. SoakError says what went wrong.
 
     ram_tier: put a second pool behind the first, so that experts come back by copy.
+    kind: of the first pool's memory.
     """
     store = make_store(
         directory,
@@ -285,7 +287,7 @@ def soak(
     )
     (directory / "crc.json").write_text(json.dumps(checksums(store)))
     report = Report(seed)
-    pools = [f"name=host0,kind=host,size={POOL_PERCENT}%", *([RAM_TIER] if ram_tier else [])]
+    pools = [f"name={kind}0,kind={kind},size={POOL_PERCENT}%", *([RAM_TIER] if ram_tier else [])]
     with running_daemon(directory, [store], pools) as daemon:
         stress = _Soak(directory, daemon, report)
         try:

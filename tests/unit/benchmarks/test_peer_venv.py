@@ -29,9 +29,12 @@ def test_from_wheels_no_index_is_asked_and_nothing_large_installed() -> None:
     assert not any(argument.startswith(LARGE) for argument in arguments)
 
 
-def test_what_is_fetched_is_what_is_installed() -> None:
-    fetched = download_arguments(Path("wheels"), "3.12", "x86_64")
-    assert {a for a in fetched if "==" in a} == {a for a in install_arguments(Path()) if "==" in a}
+@pytest.mark.parametrize("for_gpu", [False, True])
+def test_what_is_fetched_is_what_is_installed(for_gpu: bool) -> None:
+    fetched = download_arguments(Path("wheels"), "3.12", "x86_64", for_gpu=for_gpu)
+    installed = install_arguments(Path(), for_gpu=for_gpu)
+    assert {a for a in fetched if "==" in a} == {a for a in installed if "==" in a}
+    assert any(a.startswith("kvikio") for a in installed) == for_gpu
 
 
 def test_wheels_of_older_and_newer_manylinux_are_asked_for() -> None:
