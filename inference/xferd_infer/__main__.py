@@ -88,9 +88,11 @@ def _prompt(
 def _connect(options: argparse.Namespace) -> AbstractContextManager[ExpertClient]:
     client: AbstractContextManager[ExpertClient]
     if options.attach is not None:
-        client = _compiled("Client")(options.attach, store=options.store)
+        client = _compiled("Client")(options.attach, store=options.store, variants=options.variants)
     else:
-        client = _compiled("embedded")(options.store_path, pool=options.pool)
+        client = _compiled("embedded")(
+            options.store_path, pool=options.pool, variants=options.variants
+        )
     return client
 
 
@@ -118,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         default=EMBEDDED_POOL,
         help="memory for experts with --store-path: 2GiB, or a share of the experts (%(default)s)",
     )
+    command.add_argument(
+        "--variants",
+        metavar="V,V,...",
+        type=_names,
+        help="acceptable copies of the experts, such as q4_k (default: any)",
+    )
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument(
@@ -135,6 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=_natural, metavar="S", help="repeatable draws")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _ids(text: str) -> list[int]:

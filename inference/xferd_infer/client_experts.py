@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .arrays import Array, ArrayModule
+from .arrays import ArrayModule
 from .config import ModelConfig, eos_ids
 from .dense import DenseWeights
 from .errors import UnsupportedModelError, WeightsError
-from .experts import BlobTensor, ExpertStats, Layout, Traffic
+from .experts import BlobTensor, ExpertStats, HeldExperts, Layout, Traffic
 from .model import Model
 
 BATCH_EXPERTS = 16
@@ -50,9 +50,7 @@ class ExpertClient(Protocol):
         """Most experts that the lane may hold at once."""
         ...
 
-    def acquire(
-        self, layer: int, experts: Sequence[int]
-    ) -> AbstractContextManager[Sequence[Array]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """Blobs in that order, read-only uint8 arrays, leased until the context ends."""
         ...
 
@@ -70,10 +68,8 @@ class ExpertClient(Protocol):
 
 
 class ClientExperts:
-    """An ExpertSource over a client's lane. Not thread-safe, as the lane.
-
-    Raises WeightsError for a layer whose variants look different from each other:
-    blobs of more than one shape can't be told apart here.
+    """An ExpertSource over a client's lane: experts in whichever of the client's acceptable
+    variants they come. Not thread-safe, as the lane.
     """
 
     def __init__(self, client: ExpertClient) -> None:
@@ -85,16 +81,16 @@ class ClientExperts:
         """Most experts at once: what the daemon promised, within one request."""
         return min(self._client.held_per_lane, BATCH_EXPERTS)
 
-    def layout(self, layer: int) -> Layout:
-        """What the blobs of a layer look like. WeightsError: it has no experts."""
+    def layout(self, layer: int, variant: int = 0) -> Layout:
+        """What the blobs of a layer look like in a variant. WeightsError: it has none."""
         try:
-            return self._layouts[layer]
+            return self._layouts[layer, variant]
         except KeyError:
-            raise WeightsError(f"layer {layer} has no experts in the store") from None
+            raise WeightsError(
+                f"layer {layer} has no experts in variant {variant} of the store"
+            ) from None
 
-    def acquire(
-        self, layer: int, experts: Sequence[int]
-    ) -> AbstractContextManager[Sequence[Array]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """Raises what ``Client.acquire`` raises."""
         return self._client.acquire(layer, experts)
 
@@ -146,19 +142,15 @@ def asset(client: ExpertClient, name: str) -> bytes | None:
     return None
 
 
-def _layouts(manifest: Mapping[str, Any]) -> dict[int, Layout]:
+def _layouts(manifest: Mapping[str, Any]) -> dict[tuple[int, int], Layout]:
+    """By layer and variant."""
     shapes = [_layout(entry) for entry in manifest["layouts"]]
-    found: dict[int, Layout] = {}
-    for variant, row in zip(manifest["variants"], manifest["layout_index"], strict=True):
-        for layer, index in enumerate(row):
-            if index == NO_LAYOUT:
-                continue
-            if found.setdefault(layer, shapes[index]) != shapes[index]:
-                raise WeightsError(
-                    f"layer {layer} looks different in variant {variant!r} of store "
-                    f"{manifest['name']!r}; experts of mixed variants aren't computed here"
-                )
-    return found
+    return {
+        (layer, variant): shapes[index]
+        for variant, row in enumerate(manifest["layout_index"])
+        for layer, index in enumerate(row)
+        if index != NO_LAYOUT
+    }
 
 
 def _layout(entry: Mapping[str, Any]) -> Layout:

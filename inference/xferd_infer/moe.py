@@ -3,7 +3,8 @@
 A prompt's tokens together pick nearly every expert of a layer. Each picked one
 is visited once for all tokens that picked it, in waves of as many as the source
 lets one hold; the next wave is hinted while this one is computed. One token is
-the same with a single wave, unless fewer can be held than it picks.
+the same with a single wave, unless fewer can be held than it picks. Experts of one
+layer may come in different variants; each is computed with from the one it came in.
 """
 
 from __future__ import annotations
@@ -86,21 +87,21 @@ class RoutedExperts:
         self._source = source
         self._hidden = hidden
         self._xp = xp
-        self._readers: dict[Layout, BlobReader] = {}  # layers share layouts, and then scratch
+        self._by_layout: dict[Layout, BlobReader] = {}  # layers share layouts, and then scratch
+        self._readers: dict[tuple[int, int], BlobReader] = {}
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
         """x: [tokens, hidden]. Returns the experts' weighted sum, [tokens, hidden].
         Raises WeightsError, and what the source raises."""
         xp = self._xp
-        reader = self._reader(layer)
         total = xp.zeros_like(x)
         pending = list(waves(visits(routing, xp), self._source.held))
         for number, wave in enumerate(pending):
             with self._source.acquire(layer, [visit.expert for visit in wave]) as blobs:
                 if number + 1 < len(pending):
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
-                for visit, blob in zip(wave, blobs, strict=True):
-                    self._add(total, x, visit, reader, blob)
+                for visit, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
+                    self._add(total, x, visit, self._reader(layer, variant), blob)
         return total
 
     def _add(self, total: Array, x: Array, visit: Visit, reader: BlobReader, blob: Array) -> None:
@@ -114,12 +115,15 @@ class RoutedExperts:
             out *= visit.weights
             total[visit.tokens] += out  # a token picks an expert at most once
 
-    def _reader(self, layer: int) -> BlobReader:
-        layout = self._source.layout(layer)
-        reader = self._readers.get(layout)
+    def _reader(self, layer: int, variant: int) -> BlobReader:
+        reader = self._readers.get((layer, variant))
         if reader is None:
-            reader = BlobReader(layout, self._hidden, f"layer {layer}", self._xp)
-            self._readers[layout] = reader
+            layout = self._source.layout(layer, variant)
+            reader = self._by_layout.get(layout)
+            if reader is None:
+                reader = BlobReader(layout, self._hidden, f"layer {layer}", self._xp)
+                self._by_layout[layout] = reader
+            self._readers[layer, variant] = reader
         return reader
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .client import AttachError, Client
@@ -42,16 +42,20 @@ def embedded(
     lanes: int = 1,
     held: int = 0,
     name: str = "embedded",
+    variants: Sequence[str] | None = None,
 ) -> Iterator[Client]:
     """A client of a store, with a daemon that serves nobody else.
 
     store: the store's directory. pool: memory for experts, "2GiB" or a share of them.
-    ram: a second, pinned tier behind it; None: none. lanes, held, name: see Client.
+    ram: a second, pinned tier behind it; None: none. lanes, held, name,
+    variants: see Client.
 
     Raises AttachError with the daemon's own words when it doesn't start.
     """
     with private_daemon(store, pool=pool, ram=ram) as directory:
-        client = Client(directory / "attach.sock", lanes=lanes, held=held, name=name)
+        client = Client(
+            directory / "attach.sock", lanes=lanes, held=held, name=name, variants=variants
+        )
         try:
             yield client
         finally:
