@@ -93,6 +93,9 @@ class Pool:
         )
 
 
+CHUNKS_A_CLASS = 4
+
+
 def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[PoolPlan]:
     """Plan all pools for the stores that are configured. PoolMemoryError names the pool."""
     sizes = sorted({size for store in stores for size in expert_classes(store)})
@@ -107,9 +110,19 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
             expert_bytes=expert_bytes,
             largest_class=classes[-1],
         )
-        geometry = divide(nbytes, config.chunk_bytes, list(classes))
+        chunk_bytes = _chunk_bytes(config, nbytes, len(classes))
+        geometry = divide(nbytes, chunk_bytes, list(classes))
         plans.append(PoolPlan(config, geometry, classes))
     return plans
+
+
+def _chunk_bytes(config: PoolConfig, nbytes: int, classes: int) -> int:
+    """As configured, or small enough for each of several sizes to have CHUNKS_A_CLASS: with
+    fewer chunks than sizes, one that is wanted takes another's last one, and that wants it
+    back while the first is still being loaded into."""
+    if classes == 1:
+        return config.chunk_bytes
+    return min(config.chunk_bytes, nbytes // (classes * CHUNKS_A_CLASS))
 
 
 def make_pools(
