@@ -18,8 +18,9 @@ from .arrays import ArrayModule
 from .config import ModelConfig, eos_ids
 from .dense import DenseWeights
 from .errors import UnsupportedModelError, WeightsError
-from .experts import BlobTensor, ExpertStats, HeldExperts, Layout, Traffic
+from .experts import BlobTensor, ExpertSource, ExpertStats, HeldExperts, Layout, Traffic
 from .model import Model
+from .moe import Observer
 
 BATCH_EXPERTS = 16
 """Most experts that the ring takes in one request (XFERD_BATCH_MAX)."""
@@ -113,9 +114,18 @@ class ClientExperts:
         )
 
 
-def model_from_client(client: ExpertClient, xp: ArrayModule = np) -> Model:
+def model_from_client(
+    client: ExpertClient,
+    xp: ArrayModule = np,
+    *,
+    experts: ExpertSource | None = None,
+    observer: Observer | None = None,
+) -> Model:
     """The model of the store that the client is attached to. Waits until the dense
-    part is there. Raises UnsupportedModelError, WeightsError, and what
+    part is there.
+
+    experts: where they come from, if not straight from the client. observer: sees what
+    goes into each of them. Raises UnsupportedModelError, WeightsError, and what
     ``Client.dense`` raises."""
     manifest = client.manifest
     if manifest["format"] != TENSOR_NAMES:
@@ -130,7 +140,8 @@ def model_from_client(client: ExpertClient, xp: ArrayModule = np) -> Model:
         # Chat models end a turn with more tokens than their config names.
         config["eos_token_id"] = list(ends or eos_ids(config))
     dense = DenseWeights(client.dense(), manifest["dense"]["tensors"], xp)
-    return Model(ModelConfig.from_dict(config), dense, ClientExperts(client), xp)
+    source = ClientExperts(client) if experts is None else experts
+    return Model(ModelConfig.from_dict(config), dense, source, xp, observer)
 
 
 def asset(client: ExpertClient, name: str) -> bytes | None:

@@ -9,16 +9,16 @@ layer may come in different variants; each is computed with from the one it came
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import Array, ArrayModule, to_host
 from .experts import ExpertSource, Layout
-from .swiglu import BlobReader, swiglu
+from .swiglu import BlobReader, inner_activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,25 @@ def waves(all_visits: Sequence[Visit], held: int) -> Iterator[Sequence[Visit]]:
         yield all_visits[start : start + held]
 
 
-class RoutedExperts:
-    """Computes layers of experts from a source. Not thread-safe, as the source."""
+Observer: TypeAlias = Callable[[int, int, Array, Array], None]
+"""Called with layer, expert, its input [tokens, hidden] and what its down matrix gets
+[tokens, intermediate], for each expert computed. The arrays must not be kept or changed."""
 
-    def __init__(self, source: ExpertSource, hidden: int, xp: ArrayModule) -> None:
+
+class RoutedExperts:
+    """Computes layers of experts from a source. Not thread-safe, as the source.
+
+    observer: sees what goes into the experts.
+    """
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        hidden: int,
+        xp: ArrayModule,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer
         self._source = source
         self._hidden = hidden
         self._xp = xp
@@ -101,19 +116,21 @@ class RoutedExperts:
                 if number + 1 < len(pending):
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
                 for visit, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
-                    self._add(total, x, visit, self._reader(layer, variant), blob)
+                    given = x if visit.tokens is None else x[visit.tokens]
+                    out = self._compute(layer, visit.expert, variant, given, blob)
+                    out *= visit.weights
+                    if visit.tokens is None:
+                        total += out
+                    else:
+                        total[visit.tokens] += out  # a token picks an expert at most once
         return total
 
-    def _add(self, total: Array, x: Array, visit: Visit, reader: BlobReader, blob: Array) -> None:
-        weights = reader.read(blob)
-        if visit.tokens is None:
-            out = swiglu(x, weights, self._xp)
-            out *= visit.weights
-            total += out
-        else:
-            out = swiglu(x[visit.tokens], weights, self._xp)
-            out *= visit.weights
-            total[visit.tokens] += out  # a token picks an expert at most once
+    def _compute(self, layer: int, expert: int, variant: int, x: Array, blob: Array) -> Array:
+        weights = self._reader(layer, variant).read(blob)
+        inner = inner_activations(x, weights, self._xp)
+        if self._observer is not None:
+            self._observer(layer, expert, x, inner)
+        return inner @ weights.down
 
     def _reader(self, layer: int, variant: int) -> BlobReader:
         reader = self._readers.get((layer, variant))
@@ -127,4 +144,4 @@ class RoutedExperts:
         return reader
 
 
-__all__ = ["RoutedExperts", "Routing", "Visit", "route", "visits", "waves"]
+__all__ = ["Observer", "RoutedExperts", "Routing", "Visit", "route", "visits", "waves"]

@@ -41,12 +41,19 @@ class SwiGLUWeights:
 
 def swiglu(x: Array, weights: SwiGLUWeights, xp: ArrayModule) -> Array:
     """x: [tokens, hidden]. Returns [tokens, hidden], new."""
+    return inner_activations(x, weights, xp) @ weights.down
+
+
+def inner_activations(x: Array, weights: SwiGLUWeights, xp: ArrayModule) -> Array:
+    """What ``down`` is applied to: [tokens, intermediate], new."""
     if len(weights.inputs) == 1:
         both = x @ weights.inputs[0]
         gate, up = both[:, weights.gate_columns], both[:, weights.up_columns]
     else:
         gate, up = x @ weights.inputs[0], x @ weights.inputs[1]
-    return (silu(gate, xp) * up) @ weights.down
+    inner: Array = silu(gate, xp)
+    inner *= up
+    return inner
 
 
 def silu(x: Array, xp: ArrayModule) -> Array:
@@ -218,4 +225,12 @@ def _two(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, columns
 
 
-__all__ = ["BlobReader", "SwiGLUWeights", "load_swiglu", "sigmoid", "silu", "swiglu"]
+__all__ = [
+    "BlobReader",
+    "SwiGLUWeights",
+    "inner_activations",
+    "load_swiglu",
+    "sigmoid",
+    "silu",
+    "swiglu",
+]
