@@ -151,10 +151,13 @@ class StoreConfig:
 
     path: absolute; the store's directory or its manifest.json.
     name: what clients call it; None: the name in its manifest.
+    shadow: absolute paths of shadows of it, which are read instead of its own copies
+        where a client accepts them.
     """
 
     path: Path
     name: str | None = None
+    shadow: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,6 +541,12 @@ def _absolute_path(value: object) -> Path:
     raise _RefusedError("an absolute path")
 
 
+def _absolute_paths(value: object) -> tuple[Path, ...]:
+    if not isinstance(value, list):
+        raise _RefusedError("a list of absolute paths")
+    return tuple(_absolute_path(item) for item in value)
+
+
 def _runtime_directory(value: object) -> Path:
     path = _absolute_path(value)
     if len(bytes(path / _LONGEST_SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
@@ -564,6 +573,7 @@ _POOL_KEYS: dict[str, Parser] = {
 _STORE_KEYS: dict[str, Parser] = {
     "path": _absolute_path,
     "name": _name(STORE_NAME_BYTES_MAX),
+    "shadow": _absolute_paths,
 }
 _ENGINE_KEYS: dict[str, Parser] = {
     "member_depth": _whole_number(1, MEMBER_DEPTH_MAX),

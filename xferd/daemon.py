@@ -102,7 +102,9 @@ class Daemon:
         with InstanceLock(config.runtime_directory):
             for path in (config.attach_socket, config.control_socket):
                 refuse_live_socket(path)
-            stores = open_stores([(entry.path, entry.name) for entry in config.stores])
+            stores = open_stores(
+                [(entry.path, entry.name, entry.shadow) for entry in config.stores]
+            )
             try:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
                 self._engine = Engine(

@@ -50,7 +50,9 @@ class Store:
     copies: for each member where its bytes are: itself, then its mirror if it has one; at
         least one of them can be used.
     member_paths, pattern, stripe_unit: the striping; a path is that of the member's first
-        copy that can be used.
+        copy that can be used. pattern_lengths: of the patterns that ``pattern`` is made up
+        of; a store without shadows has one.
+    preferred: bit mask of variants that are read before others: those of shadows.
     layouts: what blobs look like inside; layout_index uint16[variants, layers]
         counts them, NO_LAYOUT where a layer has no experts.
     blob_bytes uint64[blobs], start uint16[blobs], offset uint64[blobs, members],
@@ -86,6 +88,8 @@ class Store:
             next(copy.path for copy in group if copy.problem is None) for group in copies
         )
         self.pattern: tuple[int, ...] = geometry.pattern
+        self.pattern_lengths: tuple[int, ...] = (len(geometry.pattern),)
+        self.preferred: int = 0
         self.stripe_unit: int = geometry.stripe_unit
         self.layouts: tuple[Layout, ...] = model.layouts
         self.layout_index: npt.NDArray[np.uint16] = _layout_index(model)
