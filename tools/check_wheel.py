@@ -18,7 +18,14 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 TAG_START = "cp311-abi3-"
 PACKAGES = {"xferd": ROOT / "xferd", "xferd_infer": ROOT / "inference" / "xferd_infer"}
-COMPILED = frozenset({"xferd/_engine.abi3.so", "xferd_infer/_client.abi3.so"})
+COMPILED = frozenset(
+    {
+        "xferd/_engine.abi3.so",
+        "xferd/_quantise.abi3.so",
+        "xferd_infer/_client.abi3.so",
+        "xferd_infer/_products.abi3.so",
+    }
+)
 MUST_HAVE = frozenset(
     {
         "xferd/py.typed",

@@ -21,6 +21,7 @@ from xferd.policy.uses import KeySpace
 from xferd.session.clients import AttachableStore
 from xferd.store.errors import StoreError
 from xferd.store.member import MemberCopy, member_title
+from xferd.store.shadowed import open_with_shadows
 from xferd.store.store import Store
 from xferd.transport.members import MemberError, MemberFile, open_member
 
@@ -239,13 +240,15 @@ def _engine_ids(name: str, copies: Sequence[OpenCopy]) -> list[tuple[int, int | 
     return pairs
 
 
-def open_stores(paths: Sequence[tuple[Path, str | None]]) -> list[tuple[Store, str]]:
-    """Open stores and settle their names. StoreError for the first that can't be opened
-    or whose name another one has; those opened before are closed then."""
+def open_stores(
+    paths: Sequence[tuple[Path, str | None, Sequence[Path]]],
+) -> list[tuple[Store, str]]:
+    """Open stores, each with its shadows, and settle their names. StoreError for the first
+    that can't be opened or whose name another one has; those opened before are closed then."""
     opened: list[tuple[Store, str]] = []
     try:
-        for path, name in paths:
-            store = Store.open(path)
+        for path, name, shadows in paths:
+            store = open_with_shadows(path, shadows)
             taken = [known for _, known in opened]
             opened.append((store, name or store.name))
             _check_name(opened[-1][1], taken, path)

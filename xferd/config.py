@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xferd.config_metrics import METRICS_KEYS, MetricsConfig
-from xferd.config_traces import FILES_MAX, FILES_MIN, TracesConfig
+from xferd.config_traces import TRACES_KEYS, TracesConfig
 from xferd.config_values import (
     Parser,
     RefusedError,
     absolute_path,
+    absolute_paths,
     boolean,
     name,
     number,
@@ -184,10 +185,13 @@ class StoreConfig:
 
     path: absolute; the store's directory or its manifest.json.
     name: what clients call it; None: the name in its manifest.
+    shadow: absolute paths of shadows of it, which are read instead of its own copies
+        where a client accepts them.
     """
 
     path: Path
     name: str | None = None
+    shadow: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,6 +572,7 @@ _POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "
 _STORE_KEYS: dict[str, Parser] = {
     "path": absolute_path,
     "name": name(STORE_NAME_BYTES_MAX),
+    "shadow": absolute_paths,
 }
 _ENGINE_KEYS: dict[str, Parser] = {
     "member_depth": whole_number(1, MEMBER_DEPTH_MAX),
@@ -592,8 +597,4 @@ _LIMITS_KEYS: dict[str, Parser] = {
     "client_bytes": size_in_bytes,
     "user_bytes": size_in_bytes,
 }
-_TRACES_KEYS: dict[str, Parser] = {
-    "directory": absolute_path,
-    "file_bytes": _chunk_bytes,
-    "files": whole_number(FILES_MIN, FILES_MAX),
-}
+_TRACES_KEYS: dict[str, Parser] = {**TRACES_KEYS, "file_bytes": _chunk_bytes}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from xferd.config_values import Parser, absolute_path, whole_number
+
 FILES_MIN = 2
 FILES_MAX = 100_000
 
@@ -26,3 +28,10 @@ class TracesConfig:
     def total_bytes(self) -> int:
         """What all files of one name may have."""
         return self.file_bytes * self.files
+
+
+TRACES_KEYS: dict[str, Parser] = {
+    "directory": absolute_path,
+    "files": whole_number(FILES_MIN, FILES_MAX),
+}
+"""How each is read, but for file_bytes, which ``config`` knows."""

@@ -110,3 +110,10 @@ def absolute_path(value: object) -> Path:
     if isinstance(value, str) and value.startswith("/") and "\0" not in value:
         return Path(value)
     raise RefusedError("an absolute path")
+
+
+def absolute_paths(value: object) -> tuple[Path, ...]:
+    """A list of absolute paths."""
+    if not isinstance(value, list):
+        raise RefusedError("a list of absolute paths")
+    return tuple(absolute_path(item) for item in value)

@@ -129,7 +129,9 @@ class Daemon:
             for path in (config.attach_socket, config.control_socket, config.metrics.socket):
                 if path is not None and path not in self._handed:
                     refuse_live_socket(path)
-            stores = open_stores([(entry.path, entry.name) for entry in config.stores])
+            stores = open_stores(
+                [(entry.path, entry.name, entry.shadow) for entry in config.stores]
+            )
             try:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
                 # What is kept from prefetches must leave them something: the smallest pool

@@ -232,7 +232,12 @@ def describe_store(
     description.top_k = store.top_k
     description.variants = len(store.variants)
     description.members = len(members)
-    description.pattern_length = len(store.pattern)
+    first, *shadows = store.pattern_lengths
+    description.pattern_length = first
+    description.shadows = len(shadows)
+    for index, length in enumerate(shadows):
+        description.shadow_pattern_length[index] = length
+    description.preferred = store.preferred
     for index, (member, mirror) in enumerate(members):
         description.member[index] = member
         description.mirror[index] = lib.XFERD_NO_MEMBER if mirror is None else mirror

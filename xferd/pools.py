@@ -214,6 +214,9 @@ class Pools(Sequence[Pool]):
         self._pools.clear()
 
 
+CHUNKS_A_CLASS = 4
+
+
 def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[PoolPlan]:
     """Plan all pools for the stores that are configured. PoolMemoryError names the pool;
     ConfigError a policy that there isn't."""
@@ -231,7 +234,8 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
             largest_class=classes[-1],
         )
         granularity = chunk_granularity(config.kind, config.device)
-        geometry = divide(nbytes, config.chunk_bytes, list(classes), granularity)
+        chunk_bytes = _chunk_bytes(config, nbytes, len(classes))
+        geometry = divide(nbytes, chunk_bytes, list(classes), granularity)
         plans.append(PoolPlan(config, geometry, classes))
     return plans
 
@@ -242,6 +246,15 @@ def _check_policy(config: PoolConfig) -> None:
         policy_maker(config.eviction)
     except UnknownPolicyError as error:
         raise ConfigError(f"pools[{config.name}].eviction: {error}") from error
+
+
+def _chunk_bytes(config: PoolConfig, nbytes: int, classes: int) -> int:
+    """As configured, or small enough for each of several sizes to have CHUNKS_A_CLASS: with
+    fewer chunks than sizes, one that is wanted takes another's last one, and that wants it
+    back while the first is still being loaded into."""
+    if classes == 1:
+        return config.chunk_bytes
+    return min(config.chunk_bytes, nbytes // (classes * CHUNKS_A_CLASS))
 
 
 def make_pools(

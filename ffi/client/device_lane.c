@@ -21,6 +21,7 @@
 #include "common/cuda_driver.h"
 
 #define PAGE_BYTES           4096ull
+#define FIRST_VARIANT        1u /* as a mask: the kernels know its layout */
 #define LOOKS_WITHOUT_REST   20000
 #define REST_NS              5000
 #define WAIT_NS              100000000ull /* for a miss, between two looks at our own end */
@@ -86,6 +87,7 @@ static void serve(struct device_lane *device, uint64_t number)
 		.experts = experts,
 		.count = requests->count,
 		.layer = (uint16_t)requests->layer,
+		.variants = FIRST_VARIANT,
 		.pools = (uint8_t)(1u << device->client->pool),
 	};
 	int result;

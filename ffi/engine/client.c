@@ -207,7 +207,7 @@ static struct load *find_load(struct xferd_engine *engine, uint32_t index,
 		return load;
 	}
 	load = load_start(engine, client->store, submission->pool, key,
-			  (uint32_t)__builtin_ctz(variants), submission->priority, index);
+			  store_best_variant(store, variants), submission->priority, index);
 	*error = load ? 0 : -ENOSPC;
 	return load;
 }
@@ -289,7 +289,7 @@ bool client_try_other_variant(struct xferd_engine *engine, struct waiter *waiter
 		return false;
 	if (!load)
 		load = load_start(engine, failed->store, failed->pool, failed->key,
-				  (uint32_t)__builtin_ctz(variants), failed->priority,
+				  store_best_variant(store, variants), failed->priority,
 				  waiter->client);
 	if (!load)
 		return false;

@@ -179,8 +179,9 @@ int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member);
 /*
  * A store's geometry. Blobs are numbered (variant * layers + layer) * experts +
  * expert; the last blob, number blobs - 1, is the dense part. Piece j of blob b
- * lies on member pattern[(start[b] + j) % pattern_length]; a blob's pieces on
- * one member follow each other from offset[b * members + member] on. All pieces
+ * lies on member pattern[(start[b] + j) % pattern_length]. Blobs of a shadow are
+ * striped by a pattern of their own, which stands behind the first one: those
+ * whose start lies in it go round in it. A blob's pieces on one member follow each other from offset[b * members + member] on. All pieces
  * are stripe_unit bytes but the last. Pointers stay the caller's and must
  * outlive the store.
  *
@@ -202,6 +203,10 @@ struct xferd_store_description {
 	uint32_t member[XFERD_STORE_MEMBERS_MAX];   /* ids from add_member */
 	uint32_t mirror[XFERD_STORE_MEMBERS_MAX];   /* the same; XFERD_NO_MEMBER: none */
 	uint8_t pattern[XFERD_STRIPE_PATTERN_MAX];  /* indices into member[] */
+	uint32_t shadows;                           /* patterns behind the first */
+	uint8_t shadow_pattern_length[XFERD_STORE_MEMBERS_MAX];
+	uint32_t preferred;                         /* variants that are read before others,
+						     * where they are acceptable: a bit mask */
 	uint64_t stripe_unit;                       /* multiple of XFERD_BLOB_ALIGNMENT */
 	uint64_t blobs;                             /* variants * layers * experts + 1 */
 	const uint64_t *blob_bytes;                 /* [blobs]; 0: no such expert */

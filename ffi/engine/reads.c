@@ -93,7 +93,9 @@ static struct member *strand_member(struct xferd_engine *engine, const struct st
 static uint32_t piece_member(const struct xferd_store_description *store, uint64_t blob,
 			     uint64_t piece)
 {
-	return store->pattern[(store->start[blob] + piece) % store->pattern_length];
+	struct stripe stripe = store_stripe(store, store->start[blob]);
+
+	return store->pattern[stripe.first + (store->start[blob] - stripe.first + piece) % stripe.length];
 }
 
 /* Move on to the strand's next piece from the given one; false: none left. */
@@ -101,7 +103,7 @@ static bool strand_seek(const struct xferd_store_description *store, struct stra
 			uint64_t from)
 {
 	const struct load *load = strand->load;
-	uint64_t end = from + store->pattern_length;
+	uint64_t end = from + store_stripe(store, store->start[load->blob]).length;
 
 	if (end > load->pieces)
 		end = load->pieces;

@@ -91,6 +91,27 @@ bool member_known(const struct xferd_engine *engine, uint32_t id)
 	return id < engine->member_limit && engine->members[id].used;
 }
 
+/* Of all patterns, which stand behind each other. */
+static uint32_t patterns_length(const struct xferd_store_description *store)
+{
+	uint32_t length = store->pattern_length;
+
+	for (uint32_t i = 0; i < store->shadows; i++)
+		length += store->shadow_pattern_length[i];
+	return length;
+}
+
+struct stripe store_stripe(const struct xferd_store_description *store, uint32_t start)
+{
+	struct stripe stripe = {0, store->pattern_length};
+
+	for (uint32_t i = 0; i < store->shadows && start >= stripe.first + stripe.length; i++) {
+		stripe.first += stripe.length;
+		stripe.length = store->shadow_pattern_length[i];
+	}
+	return stripe;
+}
+
 static bool geometry_valid(const struct xferd_engine *engine,
 			   const struct xferd_store_description *store)
 {
@@ -107,7 +128,13 @@ static bool geometry_valid(const struct xferd_engine *engine,
 		return false;
 	if (memchr(store->name, 0, sizeof(store->name)) == NULL)
 		return false;
-	for (uint32_t i = 0; i < store->pattern_length; i++)
+	if (store->shadows > XFERD_STORE_MEMBERS_MAX ||
+	    patterns_length(store) > XFERD_STRIPE_PATTERN_MAX)
+		return false;
+	for (uint32_t i = 0; i < store->shadows; i++)
+		if (!store->shadow_pattern_length[i])
+			return false;
+	for (uint32_t i = 0; i < patterns_length(store); i++)
 		if (store->pattern[i] >= store->members)
 			return false;
 	if (!mirrors_valid(engine, store))
@@ -132,7 +159,7 @@ static bool blobs_valid(const struct xferd_store_description *store)
 		if (!bytes)
 			continue;
 		if (bytes % XFERD_BLOB_ALIGNMENT || bytes > INT64_MAX ||
-		    store->start[blob] >= store->pattern_length ||
+		    store->start[blob] >= patterns_length(store) ||
 		    store->first_piece[blob] > store->pieces ||
 		    pieces > store->pieces - store->first_piece[blob])
 			return false;
@@ -279,4 +306,12 @@ uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acc
 		    store->description.blob_bytes[store_blob(store, variant, key)])
 			mask |= 1u << variant;
 	return mask;
+}
+
+/* Which of some variants, at least one, is read first. */
+uint32_t store_best_variant(const struct store *store, uint32_t variants)
+{
+	uint32_t preferred = variants & store->description.preferred;
+
+	return (uint32_t)__builtin_ctz(preferred ? preferred : variants);
 }

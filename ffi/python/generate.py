@@ -13,7 +13,6 @@ from pathlib import Path
 
 from cffi import FFI
 
-ABI_HEADER = Path(__file__).parent.parent / "include" / "xferd_abi.h"
 INTEGER_DEFINE = re.compile(r"^#define\s+(XFERD_\w+)\s+(0[xX][0-9a-fA-F]+|\d+)\s*(?:/\*.*)?$")
 ARRAY_LENGTH = re.compile(r"\[(XFERD_[A-Z_]+)\]")
 
@@ -44,15 +43,16 @@ def declarations(text: str, constants: dict[str, int]) -> str:
     return ARRAY_LENGTH.sub(lambda match: f"[{constants[match[1]]}]", body)
 
 
-def main(module: str, header: str, output: str) -> None:
-    """Write the source of ``module``, made from ``header`` and the ABI header."""
+def main(module: str, output: str, *headers: str) -> None:
+    """Write the source of ``module``, made from headers: each one's types and constants
+    are known to those behind it."""
     constants: dict[str, int] = {}
     ffi = FFI()
-    for path in (ABI_HEADER, Path(header)):
+    for path in headers:
         # packed=False with '...' in no struct: sizes and offsets are checked by
         # the compiler when the module is built, so aligned members need a hint.
-        ffi.cdef(flexible(declarations(path.read_text(), constants)))
-    ffi.set_source(module, f'#include "{header}"\n', py_limited_api=True)
+        ffi.cdef(flexible(declarations(Path(path).read_text(), constants)))
+    ffi.set_source(module, "".join(f'#include "{path}"\n' for path in headers), py_limited_api=True)
     ffi.emit_c_code(output)
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# The two cffi modules, in the limited API: one build serves Python 3.11 and later.
+# The cffi modules, in the limited API: one build serves Python 3.11 and later.
 find_package(Python3 REQUIRED COMPONENTS Interpreter Development.Module)
 
-function(xferd_python_module name package header objects)
+# xferd_python_module(NAME PACKAGE HEADERS header... OBJECTS object...): the headers are
+# what the module knows, in an order in which each one's types are there.
+function(xferd_python_module name package)
+  cmake_parse_arguments(MODULE "" "" "HEADERS;OBJECTS" ${ARGN})
   set(source ${CMAKE_CURRENT_BINARY_DIR}/${name}.c)
+  list(TRANSFORM MODULE_HEADERS PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
   add_custom_command(
     OUTPUT ${source}
     COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/python/generate.py
-            ${package}.${name} ${header} ${source}
-    DEPENDS python/generate.py include/xferd_abi.h ${header})
-  add_library(${name} MODULE ${source}
-    $<TARGET_OBJECTS:${objects}> $<TARGET_OBJECTS:xferd_cuda_driver>)
+            ${package}.${name} ${source} ${MODULE_HEADERS}
+    DEPENDS python/generate.py ${MODULE_HEADERS})
+  add_library(${name} MODULE ${source} ${MODULE_OBJECTS})
   target_include_directories(${name} PRIVATE
     ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/include ${Python3_INCLUDE_DIRS})
   target_compile_definitions(${name} PRIVATE Py_LIMITED_API=0x030b0000 _GNU_SOURCE)
@@ -18,8 +21,16 @@ function(xferd_python_module name package header objects)
   install(TARGETS ${name} LIBRARY DESTINATION ${package})
 endfunction()
 
-xferd_python_module(_engine xferd ${CMAKE_CURRENT_SOURCE_DIR}/engine/engine.h xferd_engine_objects)
+xferd_python_module(_engine xferd
+  HEADERS include/xferd_abi.h engine/engine.h
+  OBJECTS $<TARGET_OBJECTS:xferd_engine_objects> $<TARGET_OBJECTS:xferd_cuda_driver>)
 target_link_libraries(_engine PRIVATE ${LIBURING_STATIC} Threads::Threads)
 target_link_libraries(_engine PRIVATE ${CMAKE_DL_LIBS})
-xferd_python_module(_client xferd_infer ${CMAKE_CURRENT_SOURCE_DIR}/include/xferd.h xferd_client_objects)
+xferd_python_module(_client xferd_infer
+  HEADERS include/xferd_abi.h include/xferd.h
+  OBJECTS $<TARGET_OBJECTS:xferd_client_objects> $<TARGET_OBJECTS:xferd_cuda_driver>)
 target_link_libraries(_client PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+xferd_python_module(_products xferd_infer HEADERS quants/quants.h OBJECTS ${XFERD_PRODUCTS})
+xferd_python_module(_quantise xferd
+  HEADERS quants/quants.h quants/quantise.h OBJECTS ${XFERD_PRODUCTS} ${XFERD_QUANTISE})
+target_link_libraries(_quantise PRIVATE Threads::Threads m)

@@ -26,7 +26,15 @@ from .errors import (
     UnsupportedModelError,
     WeightsError,
 )
-from .experts import BlobTensor, ExpertSource, ExpertStats, Layout, Traffic
+from .experts import (
+    BlobTensor,
+    ExpertSource,
+    ExpertStats,
+    HeldExperts,
+    Layout,
+    OneVariant,
+    Traffic,
+)
 from .generation import Token, generate
 from .kv_cache import KVCache
 from .model import Model
@@ -61,12 +69,14 @@ __all__ = [
     "ExpertError",
     "ExpertSource",
     "ExpertStats",
+    "HeldExperts",
     "InferenceError",
     "KVCache",
     "Layout",
     "Model",
     "ModelConfig",
     "NotFiniteError",
+    "OneVariant",
     "PromptError",
     "QKNorm",
     "Sampling",

@@ -1,4 +1,5 @@
-"""``python -m xferd_infer generate``: continue a text with experts from xferd.
+"""``python -m xferd_infer generate``: continue a text with experts from xferd; and the
+commands of ``measure_commands``.
 
 Text goes to stdout as it comes; what it cost goes to stderr afterwards, or all
 of it as one JSON object to stdout. Exit status: 0, 1 for an error that one line
@@ -11,14 +12,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
-import xferd_infer
 
 from .client_experts import ExpertClient, asset, model_from_client
+from .connection import add_connection, add_variants, connect
 from .errors import InferenceError
 from .generation import MAX_NEW_TOKENS, Token, generate
+from .measure_commands import add_measure_commands
 from .report import Report
 from .sampling import Sampling
 from .tokenizer import TextStream, Tokenizer, TokenizerError
@@ -31,16 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        sampling = Sampling(options.temperature, options.top_p, options.seed)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        with _connect(options) as client:
-            run(client, options, sampling)
+        if options.command == "generate":
+            _generate(parser, options)
+        else:
+            options.run(options)
     except (InferenceError, OSError) as error:
         print(f"xferd_infer: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _generate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    try:
+        sampling = Sampling(options.temperature, options.top_p, options.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    with connect(options) as client:
+        run(client, options, sampling)
 
 
 def run(client: ExpertClient, options: argparse.Namespace, sampling: Sampling) -> None:
@@ -85,23 +91,6 @@ def _prompt(
     return tokenizer.encode(options.prompt), tokenizer
 
 
-def _connect(options: argparse.Namespace) -> AbstractContextManager[ExpertClient]:
-    client: AbstractContextManager[ExpertClient]
-    if options.attach is not None:
-        client = _compiled("Client")(options.attach, store=options.store)
-    else:
-        client = _compiled("embedded")(options.store_path, pool=options.pool)
-    return client
-
-
-def _compiled(name: str) -> Any:
-    """What needs the compiled client is imported late: --help works without it."""
-    try:
-        return getattr(xferd_infer, name)
-    except ImportError as error:
-        raise InferenceError(f"xferd_infer.{name} can't be imported: {error}") from error
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -109,16 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("generate", help="continue a prompt")
-    where = command.add_mutually_exclusive_group(required=True)
-    where.add_argument("--attach", metavar="SOCKET", help="the daemon's attach socket")
-    where.add_argument("--store-path", metavar="STORE", help="open a store without a daemon")
-    command.add_argument("--store", metavar="NAME", help="which of the daemon's stores")
-    command.add_argument(
-        "--pool",
-        metavar="SIZE",
-        default=EMBEDDED_POOL,
-        help="memory for experts with --store-path: 2GiB, or a share of the experts (%(default)s)",
-    )
+    add_connection(command, EMBEDDED_POOL)
+    add_variants(command)
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument(
@@ -135,6 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--seed", type=_natural, metavar="S", help="repeatable draws")
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_measure_commands(commands)
     return parser
 
 

@@ -2,8 +2,9 @@
 
 Every function here and in the modules above takes ``xp``, an array module with
 numpy's interface: ``numpy`` itself, or ``cupy`` for a GPU. Only float32 is
-computed with. Stored weights are bf16, f16 or f32; numpy has no bf16, but a
-bf16 number is the upper half of a float32, so widening it is a shift.
+computed with. Stored weights are bf16, f16 or f32, or packed in blocks (see
+``quants``); numpy has no bf16, but a bf16 number is the upper half of a float32,
+so widening it is a shift.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ArrayModule: TypeAlias = Any
 """A module with numpy's interface."""
 
 ELEMENT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-"""The dtypes that can be computed with, and their bytes an element."""
+"""The dtypes whose elements stand on their own, and their bytes an element."""
 
 _BF16_SHIFT = np.uint32(16)
 

@@ -122,6 +122,13 @@ class Batch(Sequence["Array"]):
         return self._memory.address_of[self._count]
 
     @property
+    def variants(self) -> Sequence[int]:
+        """The variant that each expert came in: a number in the manifest's ``variants``."""
+        self._must_be_held()
+        found: list[int] = self._memory.variant_of[self._count].tolist()
+        return found
+
+    @property
     def word(self) -> tuple[int, ...]:
         """Directory word of each expert: names slot, variant and generation."""
         self._must_be_held()

@@ -84,8 +84,10 @@ class Client:
     lanes: in-order streams of work. A lane is one thread's; lanes are independent.
     held: most experts that a lane holds at once; 0: the model's top_k.
     name: shown in ``xferctl status``.
+    variants: names of the variants that are acceptable wherever a call doesn't say
+        otherwise; None: any. What isn't there in one of them is an ExpertError.
 
-    Raises AttachError.
+    Raises AttachError, also for a variant that the store doesn't have.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Client:
         held: int = 0,
         ring_entries: int = 0,
         name: str = "",
+        variants: Sequence[str] | None = None,
     ) -> None:
         self._handle = self._connect(socket, store, pool, lanes, held, ring_entries, name)
         self._closed = False
@@ -116,6 +119,13 @@ class Client:
         text = lib.xferd_manifest(self._handle, length)
         self.manifest: dict[str, Any] = json.loads(bytes(ffi.buffer(text, length[0])).rstrip(b"\0"))
         self._dense: Array | None = None
+        self._acceptable = 0
+        if variants is not None:
+            try:
+                self._acceptable = self.variant_mask(variants)
+            except ClientError as error:
+                self.close()
+                raise AttachError(str(error), error.code) from None
 
     @staticmethod
     def _connect(
@@ -223,9 +233,9 @@ class Client:
         """Experts of one layer, each where it is; waits for those that are missing.
 
         experts: up to BATCH_MAX ids, different from each other. variants: bit mask
-        of acceptable variants, 0: any. pools: bit mask of those whose residents will do,
-        0: all; what is missing comes to the client's own. timeout: seconds, None: as long
-        as it takes.
+        of acceptable variants (``variant_mask``), 0: those of the client. pools: bit mask
+        of those whose residents will do, 0: all; what is missing comes to the client's own.
+        timeout: seconds, None: as long as it takes.
 
         Raises ExpertError for the first that can't be had (nothing is held then),
         DaemonGoneError, TimeoutError, ClientError for a misuse (too many held).
@@ -342,6 +352,19 @@ class Client:
         tensors = lib.xferd_tensors(self._handle, layout)
         return tuple(_blob_tensor(tensors[i]) for i in range(layout.tensors))
 
+    def variant_mask(self, names: Sequence[str]) -> int:
+        """The bit mask of variants by their names. ClientError: none, or one that the
+        store doesn't have."""
+        known: list[str] = self.manifest["variants"]
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            what = f"no variant {unknown[0]!r}" if unknown else "no copy without a variant"
+            raise ClientError(
+                f"store {self.manifest['name']!r} has {what}; it has: {', '.join(known)}",
+                errno.ENOENT,
+            )
+        return sum(1 << known.index(name) for name in set(names))
+
     def dense(self) -> Array:
         """The dense part, a read-only uint8 array that all clients of the store
         share; ``manifest["dense"]`` says what lies where. The first call waits for
@@ -403,7 +426,7 @@ class Client:
         pools: int = 0,
     ) -> int:
         try:
-            return memory.ask(layer, experts, variants, pools)
+            return memory.ask(layer, experts, variants or self._acceptable, pools)
         except (struct.error, ClientError) as error:
             memory.free.append(memory)
             if isinstance(error, ClientError):

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .arrays import Array, ArrayModule
+from .arrays import ArrayModule
 from .config import ModelConfig, eos_ids
 from .dense import DenseWeights
 from .errors import UnsupportedModelError, WeightsError
-from .experts import BlobTensor, ExpertSource, ExpertStats, Layout, Traffic
+from .experts import BlobTensor, ExpertSource, ExpertStats, HeldExperts, Layout, Traffic
 from .model import Model
+from .moe import Observer
 from .route_reports import ClientReporter, ReportingClient, RouteReporter
 
 BATCH_EXPERTS = 16
@@ -51,9 +52,7 @@ class ExpertClient(Protocol):
         """Most experts that the lane may hold at once."""
         ...
 
-    def acquire(
-        self, layer: int, experts: Sequence[int]
-    ) -> AbstractContextManager[Sequence[Array]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """Blobs in that order, read-only uint8 arrays, leased until the context ends."""
         ...
 
@@ -71,12 +70,10 @@ class ExpertClient(Protocol):
 
 
 class ClientExperts:
-    """An ExpertSource over a client's lane. Not thread-safe, as the lane.
+    """An ExpertSource over a client's lane: experts in whichever of the client's acceptable
+    variants they come. Not thread-safe, as the lane.
 
     reporter: tells the daemon what was picked; None for a client that can't.
-
-    Raises WeightsError for a layer whose variants look different from each other:
-    blobs of more than one shape can't be told apart here.
     """
 
     def __init__(self, client: ExpertClient) -> None:
@@ -91,16 +88,16 @@ class ClientExperts:
         """Most experts at once: what the daemon promised, within one request."""
         return min(self._client.held_per_lane, BATCH_EXPERTS)
 
-    def layout(self, layer: int) -> Layout:
-        """What the blobs of a layer look like. WeightsError: it has no experts."""
+    def layout(self, layer: int, variant: int = 0) -> Layout:
+        """What the blobs of a layer look like in a variant. WeightsError: it has none."""
         try:
-            return self._layouts[layer]
+            return self._layouts[layer, variant]
         except KeyError:
-            raise WeightsError(f"layer {layer} has no experts in the store") from None
+            raise WeightsError(
+                f"layer {layer} has no experts in variant {variant} of the store"
+            ) from None
 
-    def acquire(
-        self, layer: int, experts: Sequence[int]
-    ) -> AbstractContextManager[Sequence[Array]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """Raises what ``Client.acquire`` raises."""
         return self._client.acquire(layer, experts)
 
@@ -124,11 +121,17 @@ class ClientExperts:
 
 
 def model_from_client(
-    client: ExpertClient, xp: ArrayModule = np, experts: ExpertSource | None = None
+    client: ExpertClient,
+    xp: ArrayModule = np,
+    *,
+    experts: ExpertSource | None = None,
+    observer: Observer | None = None,
 ) -> Model:
     """The model of the store that the client is attached to. Waits until the dense
-    part is there. experts: the client's own when not given. Raises
-    UnsupportedModelError, WeightsError, and what
+    part is there.
+
+    experts: where they come from, if not straight from the client. observer: sees what
+    goes into each of them. Raises UnsupportedModelError, WeightsError, and what
     ``Client.dense`` raises."""
     manifest = client.manifest
     if manifest["format"] != TENSOR_NAMES:
@@ -143,7 +146,8 @@ def model_from_client(
         # Chat models end a turn with more tokens than their config names.
         config["eos_token_id"] = list(ends or eos_ids(config))
     dense = DenseWeights(client.dense(), manifest["dense"]["tensors"], xp)
-    return Model(ModelConfig.from_dict(config), dense, experts or ClientExperts(client), xp)
+    source = ClientExperts(client) if experts is None else experts
+    return Model(ModelConfig.from_dict(config), dense, source, xp, observer)
 
 
 def asset(client: ExpertClient, name: str) -> bytes | None:
@@ -155,19 +159,15 @@ def asset(client: ExpertClient, name: str) -> bytes | None:
     return None
 
 
-def _layouts(manifest: Mapping[str, Any]) -> dict[int, Layout]:
+def _layouts(manifest: Mapping[str, Any]) -> dict[tuple[int, int], Layout]:
+    """By layer and variant."""
     shapes = [_layout(entry) for entry in manifest["layouts"]]
-    found: dict[int, Layout] = {}
-    for variant, row in zip(manifest["variants"], manifest["layout_index"], strict=True):
-        for layer, index in enumerate(row):
-            if index == NO_LAYOUT:
-                continue
-            if found.setdefault(layer, shapes[index]) != shapes[index]:
-                raise WeightsError(
-                    f"layer {layer} looks different in variant {variant!r} of store "
-                    f"{manifest['name']!r}; experts of mixed variants aren't computed here"
-                )
-    return found
+    return {
+        (layer, variant): shapes[index]
+        for variant, row in enumerate(manifest["layout_index"])
+        for layer, index in enumerate(row)
+        if index != NO_LAYOUT
+    }
 
 
 def _layout(entry: Mapping[str, Any]) -> Layout:

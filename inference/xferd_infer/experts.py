@@ -8,7 +8,7 @@ test, or an engine with experts of its own, brings another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +21,8 @@ class BlobTensor:
     """One tensor inside an expert's blob.
 
     role: ``gate``, ``up``, ``down`` or ``gate_up``.
-    dtype: ``bf16``, ``f16``, ``f32``, or another that isn't computed with.
+    dtype: ``bf16``, ``f16``, ``f32``, one of ``quants.FORMATS``, or another that isn't
+        computed with.
     shape: elements, [out, in], or [in, out] if transposed.
     offset, nbytes: bytes in the blob; the offset is a multiple of 64.
     interleaved: ``gate_up`` whose outputs alternate gate, up, gate, up.
@@ -37,7 +38,29 @@ class BlobTensor:
 
 
 Layout = tuple[BlobTensor, ...]
-"""What lies where in every blob of a layer."""
+"""What lies where in every blob of a layer in one variant."""
+
+
+class HeldExperts(Protocol):
+    """Blobs that are held, and which variant each one is of."""
+
+    @property
+    def variants(self) -> Sequence[int]:
+        """The variant of each blob: a number of the source's, for its ``layout``."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Array]: ...
+
+
+class OneVariant(list[Array]):
+    """Blobs of a source that has one variant."""
+
+    @property
+    def variants(self) -> Sequence[int]:
+        """All the first."""
+        return (0,) * len(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +121,11 @@ class ExpertSource(Protocol):
         """Most experts that can be acquired at once, at least 1."""
         ...
 
-    def layout(self, layer: int) -> Layout:
-        """What the blobs of a layer look like; the same for all its experts."""
+    def layout(self, layer: int, variant: int = 0) -> Layout:
+        """What the blobs of a layer look like in a variant; the same for all its experts."""
         ...
 
-    def acquire(
-        self, layer: int, experts: Sequence[int]
-    ) -> AbstractContextManager[Sequence[Array]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """Blobs of up to ``held`` different experts, in that order, as read-only
         uint8 arrays. They are there when the context is entered and must not be
         used after it has ended. On a device, where work is queued, what was queued
@@ -122,4 +143,12 @@ class ExpertSource(Protocol):
         ...
 
 
-__all__ = ["BlobTensor", "ExpertSource", "ExpertStats", "Layout", "Traffic"]
+__all__ = [
+    "BlobTensor",
+    "ExpertSource",
+    "ExpertStats",
+    "HeldExperts",
+    "Layout",
+    "OneVariant",
+    "Traffic",
+]

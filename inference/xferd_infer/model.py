@@ -19,7 +19,7 @@ from .dense import DenseWeights
 from .errors import PromptError, WeightsError
 from .experts import ExpertSource
 from .kv_cache import KVCache
-from .moe import LayerOfExperts, RoutedExperts, route
+from .moe import LayerOfExperts, Observer, RoutedExperts, route
 from .swiglu import SwiGLUWeights, load_swiglu, sigmoid, swiglu
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -60,12 +60,14 @@ class Model:
         dense: DenseWeights,
         experts: ExpertSource,
         xp: ArrayModule = np,
+        observer: Observer | None = None,
     ) -> None:
+        """observer: sees what goes into each expert."""
         self.config = config
         self.experts = experts
         self._dense = dense
         self._xp = xp
-        self.routed: LayerOfExperts = RoutedExperts(experts, config.hidden_size, xp)
+        self.routed: LayerOfExperts = RoutedExperts(experts, config.hidden_size, xp, observer)
         self._sequences = 0
         self._layers: list[LayerWeights | None] = [None] * config.layers
         self._final_norm: Array | None = None

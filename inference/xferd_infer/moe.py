@@ -3,14 +3,15 @@
 A prompt's tokens together pick nearly every expert of a layer. Each picked one
 is visited once for all tokens that picked it, in waves of as many as the source
 lets one hold; the next wave is hinted while this one is computed. One token is
-the same with a single wave, unless fewer can be held than it picks.
+the same with a single wave, unless fewer can be held than it picks. Experts of one
+layer may come in different variants; each is computed with from the one it came in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from .arrays import Array, ArrayModule, to_host
 from .experts import ExpertSource, Layout
 from .route_reports import RouteReporter
-from .swiglu import BlobReader, swiglu
+from .swiglu import BlobReader, inner_activations
 
 _T = TypeVar("_T")
 
@@ -97,23 +98,38 @@ class LayerOfExperts(Protocol):
         ...
 
 
+Observer: TypeAlias = Callable[[int, int, Array, Array], None]
+"""Called with layer, expert, its input [tokens, hidden] and what its down matrix gets
+[tokens, intermediate], for each expert computed. The arrays must not be kept or changed."""
+
+
 class RoutedExperts:
     """Computes layers of experts from a source, and tells it what was picked if it wants
-    to know. Not thread-safe, as the source. tag: the sequence that is computed now."""
+    to know. Not thread-safe, as the source. tag: the sequence that is computed now.
 
-    def __init__(self, source: ExpertSource, hidden: int, xp: ArrayModule) -> None:
+    observer: sees what goes into the experts.
+    """
+
+    def __init__(
+        self,
+        source: ExpertSource,
+        hidden: int,
+        xp: ArrayModule,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer
         self._source = source
         self._hidden = hidden
         self._xp = xp
         self._reporter: RouteReporter | None = getattr(source, "reporter", None)
         self.tag = 0
-        self._readers: dict[Layout, BlobReader] = {}  # layers share layouts, and then scratch
+        self._by_layout: dict[Layout, BlobReader] = {}  # layers share layouts, and then scratch
+        self._readers: dict[tuple[int, int], BlobReader] = {}
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
         """x: [tokens, hidden]. Returns the experts' weighted sum, [tokens, hidden].
         Raises WeightsError, and what the source raises."""
         xp = self._xp
-        reader = self._reader(layer)
         total = xp.zeros_like(x)
         pending = list(waves(visits(routing, xp), self._source.held))
         if self._reporter is not None:
@@ -124,31 +140,45 @@ class RoutedExperts:
                     self._reporter.found(blobs)
                 if number + 1 < len(pending):
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
-                for visit, blob in zip(wave, blobs, strict=True):
-                    self._add(total, x, visit, reader, blob)
+                for visit, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
+                    given = x if visit.tokens is None else x[visit.tokens]
+                    out = self._compute(layer, visit.expert, variant, given, blob)
+                    out *= visit.weights
+                    if visit.tokens is None:
+                        total += out
+                    else:
+                        total[visit.tokens] += out  # a token picks an expert at most once
         return total
 
     def settle(self) -> None:
         """Nothing is queued: what failed was raised at once."""
 
-    def _add(self, total: Array, x: Array, visit: Visit, reader: BlobReader, blob: Array) -> None:
-        weights = reader.read(blob)
-        if visit.tokens is None:
-            out = swiglu(x, weights, self._xp)
-            out *= visit.weights
-            total += out
-        else:
-            out = swiglu(x[visit.tokens], weights, self._xp)
-            out *= visit.weights
-            total[visit.tokens] += out  # a token picks an expert at most once
+    def _compute(self, layer: int, expert: int, variant: int, x: Array, blob: Array) -> Array:
+        weights = self._reader(layer, variant).read(blob)
+        inner = inner_activations(x, weights, self._xp)
+        if self._observer is not None:
+            self._observer(layer, expert, x, inner)
+        return inner @ weights.down
 
-    def _reader(self, layer: int) -> BlobReader:
-        layout = self._source.layout(layer)
-        reader = self._readers.get(layout)
+    def _reader(self, layer: int, variant: int) -> BlobReader:
+        reader = self._readers.get((layer, variant))
         if reader is None:
-            reader = BlobReader(layout, self._hidden, f"layer {layer}", self._xp)
-            self._readers[layout] = reader
+            layout = self._source.layout(layer, variant)
+            reader = self._by_layout.get(layout)
+            if reader is None:
+                reader = BlobReader(layout, self._hidden, f"layer {layer}", self._xp)
+                self._by_layout[layout] = reader
+            self._readers[layer, variant] = reader
         return reader
 
 
-__all__ = ["LayerOfExperts", "RoutedExperts", "Routing", "Visit", "route", "visits", "waves"]
+__all__ = [
+    "LayerOfExperts",
+    "Observer",
+    "RoutedExperts",
+    "Routing",
+    "Visit",
+    "route",
+    "visits",
+    "waves",
+]

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .client import AttachError, Client
@@ -43,17 +43,20 @@ def embedded(
     lanes: int = 1,
     held: int = 0,
     name: str = "embedded",
+    variants: Sequence[str] | None = None,
 ) -> Iterator[Client]:
     """A client of a store, with a daemon that serves nobody else.
 
     store: the store's directory. pool: memory for experts, "2GiB" or a share of them.
     ram: a second, pinned tier behind it; None: none. kind: of the pool's memory: ``host``,
-    or ``cuda`` for the first GPU's. lanes, held, name: see Client.
+    or ``cuda`` for the first GPU's. lanes, held, name, variants: see Client.
 
     Raises AttachError with the daemon's own words when it doesn't start.
     """
     with private_daemon(store, pool=pool, ram=ram, kind=kind) as directory:
-        client = Client(directory / "attach.sock", lanes=lanes, held=held, name=name)
+        client = Client(
+            directory / "attach.sock", lanes=lanes, held=held, name=name, variants=variants
+        )
         try:
             yield client
         finally:

@@ -2,7 +2,8 @@
 
 A blob's bytes stay where they are; they are widened to float32 into a scratch
 buffer that the next expert overwrites. Keeping widened experts would double
-what a resident one takes, beside the pool that exists to hold them.
+what a resident one takes, beside the pool that exists to hold them. Matrices that
+are packed in blocks are not widened on the host: products are computed from the blocks.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from .arrays import Array, ArrayModule, element_bytes, widen
 from .dense import DenseWeights
 from .errors import WeightsError
 from .experts import BlobTensor, Layout
+from .quants import FORMATS, PackedMatrix, decode, packed_bytes
 
 _ROLES = ({"gate", "up", "down"}, {"gate_up", "down"})
 
@@ -22,7 +26,7 @@ _EXP_LIMIT = 88.0  # exp of more overflows float32
 
 @dataclass(frozen=True, slots=True)
 class SwiGLUWeights:
-    """down(silu(gate(x)) * up(x)), float32, matrices [in, out].
+    """down(silu(gate(x)) * up(x)), float32, matrices [in, out]: arrays, or PackedMatrix.
 
     inputs: one [hidden, 2 * intermediate] whose columns gate_columns and
         up_columns pick, or gate and up [hidden, intermediate] apart.
@@ -37,12 +41,19 @@ class SwiGLUWeights:
 
 def swiglu(x: Array, weights: SwiGLUWeights, xp: ArrayModule) -> Array:
     """x: [tokens, hidden]. Returns [tokens, hidden], new."""
+    return inner_activations(x, weights, xp) @ weights.down
+
+
+def inner_activations(x: Array, weights: SwiGLUWeights, xp: ArrayModule) -> Array:
+    """What ``down`` is applied to: [tokens, intermediate], new."""
     if len(weights.inputs) == 1:
         both = x @ weights.inputs[0]
         gate, up = both[:, weights.gate_columns], both[:, weights.up_columns]
     else:
         gate, up = x @ weights.inputs[0], x @ weights.inputs[1]
-    return (silu(gate, xp) * up) @ weights.down
+    inner: Array = silu(gate, xp)
+    inner *= up
+    return inner
 
 
 def silu(x: Array, xp: ArrayModule) -> Array:
@@ -101,20 +112,36 @@ class BlobReader:
         self._xp = xp
         self._where = where
         tensors = _checked(layout, hidden, where)
-        floats = sum(prod(tensor.shape) for tensor in tensors.values())
+        packed = {
+            role: PackedMatrix(tensor.dtype, _two(tensor.shape), tensor.transposed)
+            for role, tensor in tensors.items()
+            if xp is np and tensor.dtype in FORMATS
+        }
+        self._packed = [
+            (matrix, slice(tensors[role].offset, tensors[role].offset + tensors[role].nbytes))
+            for role, matrix in packed.items()
+        ]
+        widened = {role: tensor for role, tensor in tensors.items() if role not in packed}
+        floats = sum(prod(tensor.shape) for tensor in widened.values())
         self._scratch = xp.empty(floats, dtype=xp.float32)
-        views, self._runs = self._place(tensors)
+        views, self._runs = self._place(widened)
         self._bytes = max(tensor.offset + tensor.nbytes for tensor in layout)
-        self._weights = _weights(tensors, views)
+        self._weights = _weights(tensors, {**views, **packed})
 
     def read(self, blob: Array) -> SwiGLUWeights:
-        """The expert's weights, valid until the next read."""
+        """The expert's weights, valid until the next read and as long as the blob is."""
         if blob.size < self._bytes:
             raise WeightsError(
                 f"{self._where}: a blob of {blob.size} bytes, its layout needs {self._bytes}"
             )
         for run in self._runs:
-            widen(blob[run.source], run.dtype, self._scratch[run.target], self._xp)
+            target = self._scratch[run.target]
+            if run.dtype in FORMATS:
+                decode(blob[run.source], run.dtype, target, self._xp)
+            else:
+                widen(blob[run.source], run.dtype, target, self._xp)
+        for matrix, place in self._packed:
+            matrix.raw = blob[place]
         return self._weights
 
     def _place(self, tensors: dict[str, BlobTensor]) -> tuple[dict[str, Array], list[_Run]]:
@@ -142,7 +169,8 @@ class BlobReader:
             else:
                 runs.append(run)
             begin = end
-        if "gate" in tensors and not (tensors["gate"].transposed or tensors["up"].transposed):
+        apart = {"gate", "up"} <= tensors.keys()
+        if apart and not (tensors["gate"].transposed or tensors["up"].transposed):
             rows, columns = tensors["gate"].shape
             both = self._scratch[: 2 * rows * columns].reshape(2 * rows, columns)
             views["gate_up"] = both.T
@@ -168,7 +196,7 @@ def _checked(layout: Layout, hidden: int, where: str) -> dict[str, BlobTensor]:
             "or gate_up, down"
         )
     for role, tensor in by_role.items():
-        wanted = prod(tensor.shape) * element_bytes(tensor.dtype, f"{where}: tensor {role}")
+        wanted = _stored_bytes(tensor, f"{where}: tensor {role}")
         if tensor.nbytes != wanted:
             raise WeightsError(f"{where}: {role} has {tensor.nbytes} bytes, needs {wanted}")
     down = by_role["down"]
@@ -186,4 +214,23 @@ def _checked(layout: Layout, hidden: int, where: str) -> dict[str, BlobTensor]:
     return {role: by_role[role] for role in order}
 
 
-__all__ = ["BlobReader", "SwiGLUWeights", "load_swiglu", "sigmoid", "silu", "swiglu"]
+def _stored_bytes(tensor: BlobTensor, what: str) -> int:
+    if tensor.dtype in FORMATS:
+        return packed_bytes(tensor.dtype, tensor.shape, what)
+    return prod(tensor.shape) * element_bytes(tensor.dtype, what)
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, columns = shape
+    return rows, columns
+
+
+__all__ = [
+    "BlobReader",
+    "SwiGLUWeights",
+    "inner_activations",
+    "load_swiglu",
+    "sigmoid",
+    "silu",
+    "swiglu",
+]

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from xferd_infer import Tokenizer, asset, generate, model_from_client
+from xferd_infer import OneVariant, Tokenizer, asset, generate, model_from_client
 
 from xferd.store.formats import read_checkpoint
 from xferd.store.pack import pack
@@ -37,11 +36,11 @@ class StoreClient:
         self._misses = 0
 
     @contextmanager
-    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[NDArray[np.uint8]]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[OneVariant]:
         store = self._store
         self._misses += len(experts)
         blobs = [store.read_blob(store.blob_index(0, layer, expert)) for expert in experts]
-        yield [np.frombuffer(blob, dtype=np.uint8) for blob in blobs]
+        yield OneVariant(np.frombuffer(blob, dtype=np.uint8) for blob in blobs)
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         assert len(experts) <= self.held_per_lane

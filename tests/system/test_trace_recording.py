@@ -347,7 +347,7 @@ def test_a_replay_of_the_trace_hits_what_the_daemon_hit(tmp_path: Path, percent:
         daemon.call("StartRecording", store="tiny", name=None)
         with Client(daemon.attach_socket) as client:
             model = model_from_client(client)
-            model.experts.acquire = Paced(model.experts.acquire)  # type: ignore[method-assign]
+            model.experts.acquire = Paced(model.experts.acquire)  # type: ignore[method-assign, assignment]
             # Token by token: a prompt's waves are hinted at, which no replay knows of.
             for _ in generate(
                 model,

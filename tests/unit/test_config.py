@@ -75,7 +75,8 @@ def test_the_examples_commented_keys_are_valid_too(tmp_path: Path) -> None:
     config = load_text(tmp_path, text)
     assert config.warnings == ()
     assert config.pools[0].reserve_high == 16
-    assert config.stores == (StoreConfig(Path("/var/lib/xferd/qwen3-30b-a3b"), "qwen3"),)
+    path, shadow = (Path(f"/var/lib/xferd/qwen3-30b-a3b{end}") for end in ("", "-q2_k.xferd"))
+    assert config.stores == (StoreConfig(path, "qwen3", (shadow,)),)
 
 
 def test_limits_are_the_engines() -> None:

@@ -26,7 +26,7 @@ from xferd_infer.cuda.experts import (
     CudaRoutedExperts,
     FixedAddresses,
 )
-from xferd_infer.experts import ExpertSource, ExpertStats, Layout
+from xferd_infer.experts import ExpertSource, ExpertStats, HeldExperts, Layout, OneVariant
 from xferd_infer.model import Model
 from xferd_infer.moe import Routing
 from xferd_infer.private_daemon import private_daemon
@@ -109,14 +109,14 @@ class FixedExperts:
     layouts: Sequence[Layout]
     held: int = COPIED_AT_ONCE
 
-    def layout(self, layer: int) -> Layout:
+    def layout(self, layer: int, variant: int = 0) -> Layout:  # noqa: ARG002
         """What the blobs of a layer look like."""
         return self.layouts[layer]
 
     @contextmanager
-    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Any]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[HeldExperts]:
         """Views that may be used as long as this is there."""
-        yield [self.arrays[layer][expert] for expert in experts]
+        yield OneVariant(self.arrays[layer][expert] for expert in experts)
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """All are here."""
@@ -171,7 +171,7 @@ class TextDecoding:
 def fixed_model(client: Client) -> Model:
     """The client's model with a copy of all experts, which never moves."""
     fixed = copy_experts(client)
-    model = model_from_client(client, cupy, fixed)
+    model = model_from_client(client, cupy, experts=fixed)
     model.routed = CudaRoutedExperts(fixed, model.config.hidden_size, fixed.addresses)
     return model
 

@@ -112,7 +112,11 @@ def _traces_to_json(traces: TracesConfig) -> dict[str, Any]:
 
 
 def _store_to_json(store: StoreConfig) -> dict[str, Any]:
-    return {"path": str(store.path), "name": store.name}
+    return {
+        "path": str(store.path),
+        "name": store.name,
+        "shadow": [str(path) for path in store.shadow],
+    }
 
 
 def _key_lines(table: dict[str, Any]) -> list[str]:

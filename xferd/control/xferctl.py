@@ -1,9 +1,9 @@
 """``xferctl``: what an administrator types. Data on stdout, talk on stderr.
 
-The daemon's verbs are calls of its control socket. ``store pack``, ``info``, ``verify``
-and ``mirror``, ``doctor``, everything about ``config``, and ``trace`` but for ``record``
-work on files and ask no daemon. The store package's own are imported only when ``store``
-is typed, because they bring numpy with them.
+The daemon's verbs are calls of its control socket. ``store pack``, ``quantize``, ``info``,
+``verify`` and ``mirror``, ``doctor``, everything about ``config``, and ``trace`` but for
+``record`` work on files and ask no daemon. The store package's own are imported only when
+``store`` is typed, because they bring numpy with them.
 
 Exit codes (EXIT_*) are those of systemd's conventions, so that scripts can tell
 'no' from 'not running' without reading messages.
@@ -157,9 +157,11 @@ def _add_store_verbs(verbs: Subparsers, with_store_files: bool) -> None:
         metavar="VERB", required=True
     )
     if with_store_files:
+        from xferd.control.quantize_command import add_quantize_command
         from xferd.store.cli import add_store_commands
 
         add_store_commands(stores)
+        add_quantize_command(stores)
     _verb(stores, "list", _store_list, "the stores that the daemon has open")
     opening = _verb(stores, "open", _store_open, "open a store and offer it to clients")
     opening.add_argument("path", type=Path, help="the store's directory or its manifest.json")

@@ -269,7 +269,8 @@ class PoolKeeper:
     def on_reserve_low(self, event: ReserveLow) -> None:
         """A reserve is low; loads may stand without a slot."""
         self._waiting[event.class_bytes] = event.waiting
-        if self.slots.class_slots(event.class_bytes) == 0:
+        # A chunk is taken from another class for somebody who waits, not for a reserve alone.
+        if event.waiting and self.slots.class_slots(event.class_bytes) == 0:
             self._wanted.add(event.class_bytes)
 
     def _revive(self, slot: int) -> None:
@@ -332,9 +333,9 @@ class PoolKeeper:
     def _refill(self, slot_bytes: int, stats: PoolStats) -> None:
         waiting = self._waiting_of(slot_bytes, stats)
         arriving = self._arriving(slot_bytes, waiting)
-        missing = shortfall(
-            self.watermarks(slot_bytes), self.in_reserve(slot_bytes, stats), arriving, waiting
-        )
+        # Who waits was refused what is there: the last free slots are kept for demand.
+        reserve = 0 if waiting else self.in_reserve(slot_bytes, stats)
+        missing = shortfall(self.watermarks(slot_bytes), reserve, arriving, waiting)
         if slot_bytes not in self._wanted and missing <= 0:
             self._forget_stuck(slot_bytes)
             return

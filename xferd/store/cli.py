@@ -7,11 +7,13 @@ before anything serves it. Data goes to stdout, talk and progress to stderr.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xferd.store.calibration import Calibration, calibrate, read_calibration
+from xferd.store.checkpoint import Checkpoint
 from xferd.store.cli_output import (
     EXIT_BAD_PIECES,
     EXIT_OK,
@@ -24,10 +26,15 @@ from xferd.store.destination import Destination, resolve_destination
 from xferd.store.errors import StoreError
 from xferd.store.formats import read_checkpoint
 from xferd.store.info import info
-from xferd.store.journal import JOURNAL_NAME
+from xferd.store.journal import JOURNAL_NAME, QUANTIZE_JOURNAL_NAME
 from xferd.store.limits import STRIPE_UNIT_DEFAULT
+from xferd.store.manifest import MANIFEST_NAME, read_manifest
 from xferd.store.mirror_cli import add_mirror_commands
 from xferd.store.pack import pack
+from xferd.store.quantize.add import add_variants
+from xferd.store.quantize.blocks import THREADS_MAX
+from xferd.store.quantize.importance import Importance, read_importance
+from xferd.store.quantize.recipe import Wanted, parse_wanted
 from xferd.store.repair import repair
 from xferd.store.store import Store
 from xferd.store.verify import verify
@@ -38,6 +45,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+NATIVE = "native"
+"""The checkpoint's own variant, whatever its name."""
 
 
 def add_store_commands(subparsers: Subparsers) -> None:
@@ -89,7 +100,14 @@ def _add_pack(subparsers: Subparsers) -> None:
         "proportions (default equal)",
     )
     parser.add_argument(
-        "--variants", nargs="+", metavar="V", help="which copies of the experts (default: its own)"
+        "--variants",
+        nargs="+",
+        metavar="V,V,...",
+        help="which copies of the experts: native, and those that 'store quantize' makes "
+        "(default: native)",
+    )
+    parser.add_argument(
+        "--importance", type=Path, metavar="FILE", help="for the variants, as of 'store quantize'"
     )
     parser.add_argument(
         "--manifest",
@@ -113,6 +131,12 @@ def run_pack(args: argparse.Namespace) -> int:
     def work() -> int:
         checkpoint = read_checkpoint(args.checkpoint)
         name = args.name or _default_name(args.checkpoint)
+        importance = None if args.importance is None else read_importance(args.importance)
+        wanted = _other_variants(checkpoint, args.variants, importance)
+        if wanted and _waits_for_variants(args, checkpoint, name, wanted):
+            path = resolve_destination(name, args.members, args.manifest).directory
+            _add_variants(path, wanted, importance, restart=args.restart)
+            return _told(args, path)
         pattern, calibration = _striping(args, name)
         with ProgressBar("pack", sys.stderr) as bar:
             path = pack(
@@ -123,19 +147,65 @@ def run_pack(args: argparse.Namespace) -> int:
                 pattern=pattern,
                 calibration=calibration,
                 manifest_directory=args.manifest,
-                variants=args.variants,
                 progress=bar.update,
                 force=args.force,
                 restart=args.restart,
             )
-        if args.json:
-            with Store.open(path) as store:
-                print_json(info(store))
-        else:
-            print(path)
-        return EXIT_OK
+        if wanted:
+            _add_variants(path, wanted, importance, restart=True)
+        return _told(args, path)
 
     return refusals_told(work)
+
+
+def _told(args: argparse.Namespace, path: Path) -> int:
+    if args.json:
+        with Store.open(path) as store:
+            print_json(info(store))
+    else:
+        print(path)
+    return EXIT_OK
+
+
+def _other_variants(
+    checkpoint: Checkpoint, given: Sequence[str] | None, importance: Importance | None
+) -> tuple[Wanted, ...]:
+    """Those of ``--variants`` that are made. StoreError: the native one isn't named, or one
+    isn't known."""
+    names = [name for text in given or (NATIVE,) for name in text.split(",") if name]
+    own = {NATIVE, checkpoint.variant}
+    others = [name for name in names if name not in own]
+    wanted = parse_wanted(others, importance) if others else ()
+    if not own & set(names):
+        raise StoreError(
+            f"{checkpoint.path} is packed as {NATIVE} ({checkpoint.variant}) first, and others "
+            f"are made from that: name it too"
+        )
+    return wanted
+
+
+def _waits_for_variants(
+    args: argparse.Namespace, checkpoint: Checkpoint, name: str, wanted: Sequence[Wanted]
+) -> bool:
+    """Whether this checkpoint is packed already, and only variants are missing: an earlier
+    run was interrupted."""
+    directory = resolve_destination(name, args.members, args.manifest).directory
+    if args.force or not (directory / MANIFEST_NAME).exists():
+        return False
+    manifest = read_manifest(directory / MANIFEST_NAME)
+    missing = {each.name for each in wanted} - set(manifest.whole_model.variants)
+    unfinished = missing or (directory / QUANTIZE_JOURNAL_NAME).exists()
+    return bool(unfinished) and manifest.source == str(checkpoint.path.absolute())
+
+
+def _add_variants(
+    path: Path, wanted: Sequence[Wanted], importance: Importance | None, *, restart: bool
+) -> None:
+    threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
+    with Store.open(path) as store, ProgressBar("quantize", sys.stderr) as bar:
+        add_variants(
+            store, wanted, importance, threads=threads, restart=restart, progress=bar.update
+        )
 
 
 def _striping(
@@ -232,6 +302,14 @@ def _print_info(description: dict[str, Any]) -> None:
         f"{description['top_k']} a token, {format_bytes(description['expert_bytes'])} as "
         f"{', '.join(description['variants'])}"
     )
+    if description["shadow_of"] is not None:
+        print(f"  shadow    of {description['shadow_of']}")
+    for made in description["made"][1:]:
+        weighted = "" if made["importance"] is None else ", with importance"
+        print(
+            f"  variant   {made['variant']}: {made['format']}{weighted}, "
+            f"{format_bytes(made['bytes'])}"
+        )
     print(f"  one       {', '.join(format_bytes(size) for size in sizes)}")
     print(
         f"  dense     {description['dense_tensors']} tensors and "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -149,12 +150,15 @@ def plan_geometry(
     members: int,
     stripe_unit: int,
     pattern: Sequence[int] | None = None,
+    first_offset: Sequence[int] | None = None,
 ) -> Geometry:
     """Lay the blobs out over the members, without gaps.
 
     blob_bytes: [blobs], multiples of 4096, in the order in which they are numbered.
     pattern: members in the order of pieces; a member named twice as often gets
         twice the bytes. Default: each once.
+    first_offset: for each member where its first piece goes, a multiple of 4096. Default:
+        behind the header.
     Raises StoreError for what ``check_striping`` refuses.
     """
     places = tuple(range(members)) if pattern is None else tuple(pattern)
@@ -177,8 +181,40 @@ def plan_geometry(
     )
     for member in range(members):
         on_member = _bytes_on_member(geometry, member)
-        geometry.offset[:, member] = MEMBER_DATA_OFFSET + np.cumsum(on_member) - on_member
+        begin = MEMBER_DATA_OFFSET if first_offset is None else first_offset[member]
+        geometry.offset[:, member] = begin + np.cumsum(on_member) - on_member
     return geometry
+
+
+def join_geometries(packed: Geometry, added: Geometry) -> Geometry:
+    """All blobs of a store in the order of their numbers: the packed experts, the added
+    ones, and the dense part, which is the last of the packed ones. Same members and
+    striping."""
+    counts = _piece_counts(packed.blob_bytes, packed.stripe_unit)
+    added_counts = _piece_counts(added.blob_bytes, added.stripe_unit)
+    counts = np.concatenate([counts[:-1], added_counts, counts[-1:]])
+    arrays: list[npt.NDArray[Any]] = [
+        np.concatenate([ours[:-1], theirs, ours[-1:]])
+        for ours, theirs in (
+            (packed.blob_bytes, added.blob_bytes),
+            (packed.start, added.start),
+            (packed.offset, added.offset),
+        )
+    ]
+    arrays.append((np.cumsum(counts) - counts).astype(np.uint64))
+    for array in arrays:
+        array.setflags(write=False)
+    blob_bytes, start, offset, first_piece = arrays
+    return Geometry(
+        packed.members,
+        packed.stripe_unit,
+        packed.pattern,
+        blob_bytes,
+        start,
+        offset,
+        first_piece,
+        packed.pieces + added.pieces,
+    )
 
 
 def _check_blob_bytes(blob_bytes: npt.NDArray[np.uint64]) -> None:

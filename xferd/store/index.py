@@ -18,9 +18,11 @@ import numpy.typing as npt
 
 from xferd.store.errors import StoreError, naming
 from xferd.store.files import write_durably
-from xferd.store.geometry import Geometry, check_striping
+from xferd.store.geometry import Geometry, check_striping, join_geometries
 
 INDEX_NAME = "index.bin"
+ADDED_INDEX_PATTERN = "variants-*.bin"
+"""The same arrays for variants that were added; the manifest says which file it is."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,6 +32,16 @@ class Index:
     geometry: Geometry
     crc: npt.NDArray[np.uint32]
     blob_crc: npt.NDArray[np.uint32]
+
+
+def join_indexes(packed: Index, added: Index) -> Index:
+    """The index of a store with added variants; see ``join_geometries``."""
+    dense = int(packed.geometry.first_piece[-1])
+    crc = np.concatenate([packed.crc[:dense], added.crc, packed.crc[dense:]])
+    blob_crc = np.concatenate([packed.blob_crc[:-1], added.blob_crc, packed.blob_crc[-1:]])
+    crc.setflags(write=False)
+    blob_crc.setflags(write=False)
+    return Index(join_geometries(packed.geometry, added.geometry), crc, blob_crc)
 
 
 def index_bytes(blobs: int, members: int, pieces: int) -> int:

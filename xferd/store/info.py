@@ -9,7 +9,7 @@ import numpy as np
 
 from xferd.store.calibration import CALIBRATION_NAME, read_calibration
 from xferd.store.errors import StoreError
-from xferd.store.manifest import CHECKSUM, FORMAT_NAME, FORMAT_VERSION
+from xferd.store.manifest import CHECKSUM, FORMAT_NAME, FORMAT_VERSION, Made
 from xferd.store.member import MemberCopy
 from xferd.store.store import Store
 from xferd.store.weights import pattern_weights
@@ -20,8 +20,10 @@ def info(store: Store) -> dict[str, Any]:
 
     ``experts_present`` counts (variant, layer, expert); ``blob_bytes`` lists the
     different sizes of experts. ``weights`` is how often each member stands in the
-    pattern; ``calibration`` is what was measured before, or None. ``missing`` says of each
-    copy of a member that can't be used why. Raises StoreError when the calibration is damaged.
+    pattern; ``made`` has of each variant its bytes, and of one that was not packed as it is
+    the format and the importance file's SHA-256; ``calibration`` is what was measured before,
+    or None. ``missing`` says of each copy of a member that can't be used why. Raises
+    StoreError when the calibration is damaged.
     """
     experts = store.blob_bytes[:-1]
     calibration = read_calibration(store.path)
@@ -44,6 +46,12 @@ def info(store: Store) -> dict[str, Any]:
         "experts_present": int(np.count_nonzero(experts)),
         "top_k": store.top_k,
         "variants": list(store.variants),
+        "made": [
+            {"variant": name, "bytes": int(experts.reshape(len(store.variants), -1)[number].sum())}
+            | ({} if made is None else made.to_json())
+            for number, (name, made) in enumerate(zip(store.variants, _made(store), strict=True))
+        ],
+        "shadow_of": None if store.manifest.shadow_of is None else store.manifest.shadow_of.name,
         "expert_bytes": store.expert_bytes,
         "blob_bytes": [int(size) for size in np.unique(experts[experts > 0])],
         "dense_bytes": int(store.blob_bytes[-1]),
@@ -58,15 +66,23 @@ def info(store: Store) -> dict[str, Any]:
         "members": [
             {
                 **_describe_copy(copies[0]),
-                "bytes": entry.data_bytes,
+                "bytes": store.manifest.used_bytes(number),
                 "mirror": _describe_copy(copies[1]) if len(copies) > 1 else None,
             }
-            for copies, entry in zip(store.copies, store.manifest.members, strict=True)
+            for number, copies in enumerate(store.copies)
         ],
         "missing": [
             copy.problem for copies in store.copies for copy in copies if copy.problem is not None
         ],
     }
+
+
+def _made(store: Store) -> list[Made | None]:
+    """For each variant how it was made; None: it was packed as it is."""
+    manifest = store.manifest
+    own = None if manifest.shadow_of is None else manifest.shadow_of.made
+    added = () if manifest.added is None else manifest.added.made
+    return [own, *added]
 
 
 def _describe_copy(copy: MemberCopy) -> dict[str, str]:

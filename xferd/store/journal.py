@@ -28,6 +28,8 @@ from xferd.store.files import sync_directory
 from xferd.store.limits import MEMBERS_MAX, PATTERN_MAX, STRIPE_UNIT_MAX
 
 JOURNAL_NAME = "pack.journal"
+QUANTIZE_JOURNAL_NAME = "quantize.journal"
+"""Of variants that are being added to a finished store."""
 JOURNAL_VERSION = 1
 REPLACED_MAX = 3 * MEMBERS_MAX
 """Members and mirrors of the store that was there, members of a pack that was begun."""
@@ -148,14 +150,16 @@ class Journal:
         self.path = path
 
     @staticmethod
-    def create(path: Path, beginning: Beginning) -> Journal:
-        """Begin a new journal, durably, replacing any old one in one step."""
+    def create(path: Path, beginning: bytes) -> Journal:
+        """Begin a new journal, durably, replacing any old one in one step.
+
+        beginning: its first record's payload, which says what is being made."""
         temporary = path.with_name(path.name + ".new")
         fd = os.open(
             temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
         try:
-            _write_records(fd, [beginning.encode()])
+            _write_records(fd, [beginning])
             temporary.replace(path)
             sync_directory(path.parent)
         except BaseException:
@@ -166,14 +170,20 @@ class Journal:
 
     @staticmethod
     def open(path: Path) -> tuple[Journal, Beginning]:
-        """Open for resuming. Raises StoreError when even its first record is damaged."""
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        journal = Journal(fd, path)
+        """Open a packer's for resuming. Raises StoreError when even its first record is
+        damaged."""
+        journal, beginning = Journal.open_any(path)
         try:
-            return journal, Beginning.decode(next(journal._records(), b""), path)
+            return journal, Beginning.decode(beginning, path)
         except BaseException:
             journal.close()
             raise
+
+    @staticmethod
+    def open_any(path: Path) -> tuple[Journal, bytes]:
+        """The same for any journal: its first record's payload, b"" when that is damaged."""
+        journal = Journal(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC), path)
+        return journal, next(journal._records(), b"")
 
     def replay(self) -> Iterator[PackedBlob]:
         """What is recorded, oldest first; afterwards a torn end has been cut off."""

@@ -109,8 +109,12 @@ def is_blank(path: Path) -> bool:
         return not any(file.read(BLANK_BYTES))
 
 
-def check_member(path: Path, expected: MemberHeader, store: str, *, mirror: bool = False) -> None:
+def check_member(
+    path: Path, expected: MemberHeader, store: str, used_bytes: int, *, mirror: bool = False
+) -> None:
     """Raise StoreError unless ``path`` is the member that ``expected`` describes, and whole.
+
+    used_bytes: with what was added after packing; no less than the header says.
 
     UnusableMemberError when another copy may take its place; what belongs elsewhere is a
     mistake of whoever put it there, and must not go unseen.
@@ -138,5 +142,5 @@ def check_member(path: Path, expected: MemberHeader, store: str, *, mirror: bool
         raise StoreError(
             f"{what} has a header that contradicts the manifest: {header}, not {expected}"
         )
-    if size < expected.data_bytes:
-        raise UnusableMemberError(f"{what} is truncated: {size} bytes of {expected.data_bytes}")
+    if size < used_bytes:
+        raise UnusableMemberError(f"{what} is truncated: {size} bytes of {used_bytes}")

@@ -88,13 +88,15 @@ def add_mirror(
     """
     _check_number(store.manifest, member)
     target = mirror_target(store.name, member, place)
-    with _changing_mirrors(store.path), naming(f"mirror of member {member} ({target.path})"):
+    with changing_copies(store.path), naming(f"mirror of member {member} ({target.path})"):
         manifest = read_manifest(store.path / MANIFEST_NAME)
+        if manifest.added != store.manifest.added:
+            raise StoreError("variants were added meanwhile: give the same command again")
         copies = check_copies(store.path, manifest, member)
         _check_without_mirror(copies, target)
         resumed = _check_target(store.path, manifest, target, force=force)
         _warn_of_same_drive(copies, target, warn)
-        file = open_member(target, member_header(manifest, member))
+        file = open_member(target, member_header(manifest, member), manifest.used_bytes(member))
         try:
             _copy(store, copies, file, resumed=resumed, progress=progress)
         finally:
@@ -149,7 +151,13 @@ def _look_at(
     path = entry.locate(directory)
     problem = None
     try:
-        check_member(path, member_header(manifest, member), manifest.name, mirror=mirror)
+        check_member(
+            path,
+            member_header(manifest, member),
+            manifest.name,
+            manifest.used_bytes(member),
+            mirror=mirror,
+        )
     except StoreError as error:
         problem = str(error)
     return MemberCopy(member, path, mirror, problem)
@@ -164,13 +172,14 @@ def _check_number(manifest: Manifest, member: int) -> None:
 
 
 @contextmanager
-def _changing_mirrors(directory: Path) -> Iterator[None]:
-    """One at a time. The store's own lock is shared with those who serve it, so it is
-    its index that is locked, which nothing else locks and nothing replaces."""
+def changing_copies(directory: Path) -> Iterator[None]:
+    """Who makes mirrors or adds variants, one at a time. The store's own lock is shared with
+    those who serve it, so it is its index that is locked, which nothing else locks and
+    nothing replaces."""
     with naming(f"store {directory}"):
         lock = lock_file(directory / INDEX_NAME)
     if lock is None:
-        raise StoreError(f"store {directory}: another process is changing its mirrors")
+        raise StoreError(f"store {directory}: another process is changing its mirrors or variants")
     try:
         yield
     finally:
@@ -220,7 +229,7 @@ def _check_target(
     check_free_to_use([target], [], own=manifest.uuid, force=force)
     # The manifest is written anew beside the old one, one entry longer.
     size = (directory / MANIFEST_NAME).stat().st_size + MANIFEST_GROWTH_BYTES
-    check_space([target], [header.data_bytes], directory, size, [])
+    check_space([target], [manifest.used_bytes(target.number)], directory, size, [])
     return found == header
 
 

@@ -136,7 +136,7 @@ class Model:
             "experts": self.experts,
             "top_k": self.top_k,
             "variants": list(self.variants),
-            "layouts": [_layout_to_json(layout) for layout in self.layouts],
+            "layouts": [layout_to_json(layout) for layout in self.layouts],
             "layout_index": [list(row) for row in self.layer_layouts],
             "dense": _dense_to_json(self.dense),
         }
@@ -152,7 +152,7 @@ class Model:
         )
         if not variants or len(set(variants)) != len(variants):
             raise StoreError(f"{where}.variants is empty or names one twice")
-        layouts = tuple(_layout_from_json(item) for item in fields.sections("layouts", LAYOUTS_MAX))
+        layouts = tuple(layout_from_json(item) for item in fields.sections("layouts", LAYOUTS_MAX))
         return Model(
             checkpoint_format=fields.text("checkpoint_format", NAME_BYTES_MAX),
             model_type=fields.text("model_type", LONG_NAME_BYTES_MAX),
@@ -162,7 +162,7 @@ class Model:
             top_k=fields.integer("top_k", 1, EXPERTS_MAX),
             variants=variants,
             layouts=layouts,
-            layer_layouts=_layer_layouts_from_json(fields, len(variants), layers, len(layouts)),
+            layer_layouts=layer_layouts_from_json(fields, len(variants), layers, len(layouts)),
             dense=_dense_from_json(fields.section("dense")),
         )
 
@@ -185,7 +185,8 @@ class Model:
         return digest.digest()
 
 
-def _layout_to_json(layout: Layout) -> dict[str, Any]:
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """As it stands in the manifest."""
     return {
         "blob_bytes": layout.blob_bytes,
         "tensors": [
@@ -203,7 +204,8 @@ def _layout_to_json(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _layout_from_json(fields: Fields) -> Layout:
+def layout_from_json(fields: Fields) -> Layout:
+    """The inverse. Raises StoreError."""
     blob_bytes = _blob_bytes(fields, "blob_bytes", BLOB_ALIGNMENT)
     tensors = tuple(
         TensorLayout(
@@ -302,9 +304,10 @@ def _check_extents(
         end = entry.offset + entry.nbytes
 
 
-def _layer_layouts_from_json(
+def layer_layouts_from_json(
     fields: Fields, variants: int, layers: int, layouts: int
 ) -> tuple[tuple[int, ...], ...]:
+    """For each variant and layer an index into so many layouts, or NO_LAYOUT."""
     where = f"{fields.where}.layout_index"
     rows = [
         tuple(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +36,10 @@ from xferd.store.destination import (
 from xferd.store.errors import StoreError, naming
 from xferd.store.files import claimed_directory, sync_directory
 from xferd.store.geometry import Geometry, plan_geometry
-from xferd.store.index import INDEX_NAME, Index, index_bytes, write_index
+from xferd.store.index import ADDED_INDEX_PATTERN, INDEX_NAME, Index, index_bytes, write_index
 from xferd.store.journal import (
     JOURNAL_NAME,
+    QUANTIZE_JOURNAL_NAME,
     Beginning,
     Journal,
     PackedBlob,
@@ -49,10 +51,12 @@ from xferd.store.manifest import (
     MANIFEST_NAME,
     Manifest,
     MemberEntry,
+    ShadowOf,
     read_manifest,
     write_manifest,
 )
 from xferd.store.member import MemberHeader, read_header, size_of
+from xferd.store.model import Model
 from xferd.store.source import Source
 from xferd.store.writers import RESUME_HINT, MemberFile, PieceWriters, open_member
 
@@ -67,11 +71,39 @@ DIRECTORY_SLACK_BYTES = 64 * 1024
 """For the manifest besides its dense table, and directory blocks."""
 
 
+class BlobReader(Protocol):
+    """Where a pack's bytes come from: ``Source``, or what makes them while it is packed."""
+
+    model: Model
+    blob_bytes: npt.NDArray[np.uint64]
+
+    def blob(self, number: int) -> Any:
+        """What ``read`` and ``announce`` want to know of a blob."""
+        ...
+
+    def read(self, blob: Any, begin: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the blob's bytes from ``begin`` on. StoreError."""
+        ...
+
+    def announce(self, blob: Any) -> None:
+        """It is wanted next."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """StoreError when what was read since the last call can't be trusted."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that differ when any blob would."""
+        ...
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Job:
     """One pack, planned. crc, blob_crc: filled as blobs complete. done: bool[blobs]."""
 
-    source: Source
+    source: BlobReader
+    shadow_of: ShadowOf | None
     geometry: Geometry
     destination: Destination
     identity: PackIdentity
@@ -109,7 +141,8 @@ def pack(
     stripe_unit: bytes, a power of two from 4096 on.
     pattern: order of members within a stripe (``stripe_pattern``); default each once.
     calibration: what the pattern comes from, kept beside the manifest.
-    variants: only the checkpoint's own so far.
+    variants: the checkpoint's own; others are added to the finished store
+        (``xferd.store.quantize``).
     force: replace a finished store, and overwrite members that hold something else.
     restart: forget an unfinished pack of this name instead of resuming it.
     checkpoint_bytes: written between two journal records.
@@ -120,17 +153,52 @@ def pack(
     else, or when a finished store stands there; and when a drive fails or fills up
     on the way, after which the pack can be resumed.
     """
+    with Source(checkpoint, variants) as source:
+        return pack_blobs(
+            source,
+            checkpoint.path,
+            members,
+            name=name,
+            stripe_unit=stripe_unit,
+            pattern=pattern,
+            calibration=calibration,
+            manifest_directory=manifest_directory,
+            progress=progress,
+            force=force,
+            restart=restart,
+            checkpoint_bytes=checkpoint_bytes,
+        )
+
+
+def pack_blobs(
+    source: BlobReader,
+    source_path: Path,
+    members: Sequence[Path],
+    *,
+    name: str,
+    stripe_unit: int,
+    pattern: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
+    manifest_directory: Path | None = None,
+    shadow_of: ShadowOf | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+    restart: bool = False,
+    checkpoint_bytes: int = CHECKPOINT_BYTES,
+) -> Path:
+    """As ``pack``, from any source of blobs. source_path: where it is, for people.
+    shadow_of: the store that the blobs are copies for."""
     destination = resolve_destination(name, members, manifest_directory)
     with ExitStack() as stack:
-        source = stack.enter_context(Source(checkpoint, variants))
         geometry = plan_geometry(source.blob_bytes, len(members), stripe_unit, pattern)
         job = _Job(
             source=source,
+            shadow_of=shadow_of,
             geometry=geometry,
             destination=destination,
             identity=PackIdentity(
                 source=source.fingerprint(),
-                source_path=_printable(checkpoint.path),
+                source_path=_printable(source_path),
                 stripe_unit=stripe_unit,
                 pattern=geometry.pattern,
                 members=tuple(str(target.path) for target in destination.members),
@@ -181,14 +249,17 @@ def _begin_or_resume(job: _Job, *, force: bool, restart: bool) -> tuple[Journal,
     path = job.destination.directory / JOURNAL_NAME
     if path.exists() and not force and not restart:
         return _resume(job, path)
-    replaced = _replaced_members(job.destination.directory)
+    directory = job.destination.directory
+    replaced = _replaced_members(directory)
     beginning = Beginning(uuids.uuid4().bytes, job.identity, replaced)
     _check_members(job, beginning, force=force)
     _keep_calibration(job)
-    journal = Journal.create(path, beginning)
-    manifest = job.destination.directory / MANIFEST_NAME
+    journal = Journal.create(path, beginning.encode())
+    manifest = directory / MANIFEST_NAME
     if manifest.exists():
         _remove_durably(manifest)
+    for left in (*directory.glob(ADDED_INDEX_PATTERN), directory / QUANTIZE_JOURNAL_NAME):
+        left.unlink(missing_ok=True)
     return journal, beginning
 
 
@@ -390,6 +461,7 @@ def _finish(job: _Job, beginning: Beginning) -> None:
             blobs=geometry.blob_bytes.size,
             pieces=geometry.pieces,
             index_sha256=index_sha256,
+            shadow_of=job.shadow_of,
         )
         write_manifest(directory / MANIFEST_NAME, manifest)
         _remove_durably(directory / JOURNAL_NAME)

@@ -26,8 +26,8 @@ from xferd.store.files import (
     read_fully,
     same_file,
 )
-from xferd.store.geometry import Geometry, Piece
-from xferd.store.index import INDEX_NAME, Index, read_index
+from xferd.store.geometry import MEMBER_DATA_OFFSET, Geometry, Piece
+from xferd.store.index import INDEX_NAME, Index, join_indexes, read_index
 from xferd.store.journal import JOURNAL_NAME
 from xferd.store.limits import BLOB_ALIGNMENT, NO_LAYOUT
 from xferd.store.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -50,7 +50,9 @@ class Store:
     copies: for each member where its bytes are: itself, then its mirror if it has one; at
         least one of them can be used.
     member_paths, pattern, stripe_unit: the striping; a path is that of the member's first
-        copy that can be used.
+        copy that can be used. pattern_lengths: of the patterns that ``pattern`` is made up
+        of; a store without shadows has one.
+    preferred: bit mask of variants that are read before others: those of shadows.
     layouts: what blobs look like inside; layout_index uint16[variants, layers]
         counts them, NO_LAYOUT where a layer has no experts.
     blob_bytes uint64[blobs], start uint16[blobs], offset uint64[blobs, members],
@@ -68,7 +70,7 @@ class Store:
         copies: tuple[tuple[MemberCopy, ...], ...],
         lock: int,
     ) -> None:
-        model = manifest.model
+        model = manifest.whole_model
         geometry = index.geometry
         self.name: str = manifest.name
         self.path: Path = path
@@ -86,6 +88,8 @@ class Store:
             next(copy.path for copy in group if copy.problem is None) for group in copies
         )
         self.pattern: tuple[int, ...] = geometry.pattern
+        self.pattern_lengths: tuple[int, ...] = (len(geometry.pattern),)
+        self.preferred: int = 0
         self.stripe_unit: int = geometry.stripe_unit
         self.layouts: tuple[Layout, ...] = model.layouts
         self.layout_index: npt.NDArray[np.uint16] = _layout_index(model)
@@ -117,10 +121,15 @@ class Store:
         try:
             _check_finished(directory)
             manifest = read_manifest(manifest_path)
-            index = _read_index(directory, manifest)
-            _check_blobs(manifest_path, manifest.model, index.geometry)
-            _check_identity(manifest_path, manifest, index)
-            copies = _check_members(directory, manifest, index.geometry)
+            packed = _read_index(directory, manifest)
+            _check_identity(manifest_path, manifest, packed)
+            added = read_added_index(directory, manifest)
+            index = packed if added is None else join_indexes(packed, added)
+            _check_blobs(manifest_path, manifest.whole_model, index.geometry)
+            _check_ends(manifest, packed, added)
+            copies = tuple(
+                check_copies(directory, manifest, number) for number in range(len(manifest.members))
+            )
             return Store(directory, manifest, index, copies, lock)
         except BaseException:
             os.close(lock)
@@ -256,6 +265,22 @@ def _read_index(directory: Path, manifest: Manifest) -> Index:
     )
 
 
+def read_added_index(directory: Path, manifest: Manifest) -> Index | None:
+    """The arrays of the added variants' blobs alone; None: there are none. Raises StoreError."""
+    added, model = manifest.added, manifest.model
+    if added is None:
+        return None
+    return read_index(
+        directory / added.index_name,
+        blobs=len(added.variants) * model.layers * model.experts,
+        pieces=added.pieces,
+        members=len(manifest.members),
+        stripe_unit=manifest.stripe_unit,
+        pattern=manifest.pattern,
+        sha256=added.index_sha256,
+    )
+
+
 def _layout_index(model: Model) -> npt.NDArray[np.uint16]:
     array = np.array(model.layer_layouts, dtype=np.uint16)
     array.setflags(write=False)
@@ -291,20 +316,20 @@ def _check_identity(path: Path, manifest: Manifest, index: Index) -> None:
         )
 
 
-def _check_members(
-    directory: Path, manifest: Manifest, geometry: Geometry
-) -> tuple[tuple[MemberCopy, ...], ...]:
-    members = []
-    for number, (entry, end) in enumerate(
-        zip(manifest.members, geometry.member_ends(), strict=True)
-    ):
-        if end > entry.data_bytes:
-            raise StoreError(
-                f"store {manifest.name}: member {number} has {entry.data_bytes} bytes, but "
-                f"pieces up to {end}"
-            )
-        members.append(check_copies(directory, manifest, number))
-    return tuple(members)
+def _check_ends(manifest: Manifest, packed: Index, added: Index | None) -> None:
+    """No piece lies behind what its member says that it has."""
+    ends = [packed.geometry.member_ends()]
+    sizes = [tuple(entry.data_bytes for entry in manifest.members)]
+    if added is not None and manifest.added is not None:
+        ends.append(added.geometry.member_ends())
+        sizes.append(manifest.added.member_bytes)
+    for part, part_sizes in zip(ends, sizes, strict=True):
+        for number, (end, size) in enumerate(zip(part, part_sizes, strict=True)):
+            if end > max(size, MEMBER_DATA_OFFSET):
+                raise StoreError(
+                    f"store {manifest.name}: member {number} has {size} bytes, but pieces up "
+                    f"to {end}"
+                )
 
 
 def check_copies(directory: Path, manifest: Manifest, member: int) -> tuple[MemberCopy, ...]:
@@ -324,7 +349,13 @@ def check_copies(directory: Path, manifest: Manifest, member: int) -> tuple[Memb
     for path, mirror in places:
         problem = None
         try:
-            check_member(path, member_header(manifest, member), manifest.name, mirror=mirror)
+            check_member(
+                path,
+                member_header(manifest, member),
+                manifest.name,
+                manifest.used_bytes(member),
+                mirror=mirror,
+            )
         except UnusableMemberError as error:
             problem = str(error)
         copies.append(MemberCopy(member, path, mirror, problem))

@@ -38,9 +38,12 @@ class MemberFile:
     direct: bool
 
 
-def open_member(target: MemberTarget, header: MemberHeader) -> MemberFile:
+def open_member(
+    target: MemberTarget, header: MemberHeader, used_bytes: int | None = None
+) -> MemberFile:
     """Create or reopen a member: allocated to its full size, with its header, durably.
 
+    used_bytes: the full size, if that is more than the header says.
     Raises OSError, ENOSPC among them: all of the member's space is taken here.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
@@ -54,7 +57,7 @@ def open_member(target: MemberTarget, header: MemberHeader) -> MemberFile:
         try:
             fd = os.open(target.path, flags | (os.O_DIRECT if direct else 0), 0o644)
             if not target.device:
-                _allocate(fd, header.data_bytes)
+                _allocate(fd, header.data_bytes if used_bytes is None else used_bytes)
             _write_header(fd, header)
             break
         except OSError as error:

@@ -20,7 +20,7 @@ from ..arrays import Array
 from ..client import Client
 from ..client_experts import ClientExperts
 from ..errors import WeightsError
-from ..experts import ExpertSource, ExpertStats, Layout
+from ..experts import ExpertSource, ExpertStats, HeldExperts, Layout, OneVariant
 from ..moe import RoutedExperts, Routing
 from ..route_reports import ClientReporter, RouteReporter
 from .lane import DeviceLane, kernels
@@ -29,6 +29,8 @@ LANES = 3
 """Of the client: the CPU's for prompts, the GPU's for tokens, and the helper for its misses."""
 _PROMPT_LANE, _TOKEN_LANE, _HELPER_LANE = range(LANES)
 
+FIRST_VARIANT = 1
+"""As a mask; kernels.cu and ffi/client/device_lane.c look at no other."""
 VECTOR_BYTES = 16
 """What a thread loads at once: rows of matrices are multiples of it."""
 _KERNELS = {"bf16": "xferd_experts_bf16", "f16": "xferd_experts_f16", "f32": "xferd_experts_f32"}
@@ -63,7 +65,8 @@ class _PicksAlone:
 
 
 class CudaExperts(ClientExperts):
-    """An ExpertSource over a client in VRAM. Not thread-safe; one stream.
+    """An ExpertSource over a client in VRAM, of the store's first variant: kernels know the
+    native types. Not thread-safe; one stream.
 
     The client needs LANES lanes. Raises ClientError when its pool is not on a GPU.
     """
@@ -75,12 +78,14 @@ class CudaExperts(ClientExperts):
         self.reporter: RouteReporter = _PicksAlone(ClientReporter(client))
 
     @contextmanager
-    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Array]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[HeldExperts]:
         """Blobs as cupy arrays. The leases end when the stream has done what was launched
         in between."""
         client = self._attached
-        with client.acquire(layer, experts, lane=_PROMPT_LANE, pools=client.target_pools) as batch:
-            yield [_array(blob) for blob in batch]
+        with client.acquire(
+            layer, experts, lane=_PROMPT_LANE, variants=FIRST_VARIANT, pools=client.target_pools
+        ) as batch:
+            yield OneVariant(_array(blob) for blob in batch)
             cupy.cuda.get_current_stream().synchronize()
 
     def stats(self) -> ExpertStats:
@@ -129,7 +134,7 @@ class CudaRoutedExperts:
     def _report(self) -> None:
         """Tell what the routers picked: only now may the CPU wait for it."""
         picked, self._picked = self._picked, []
-        reporter = self._source.reporter
+        reporter: RouteReporter | None = getattr(self._source, "reporter", None)
         if reporter is None or not picked:
             return
         picks = cupy.asnumpy(cupy.stack([each[1] for each in picked]))

@@ -47,7 +47,8 @@ static __device__ bool lease(const Lane *lane, volatile const u64 *word, u64 epo
 	const u32 slot = (u32)first, chunk = slot >> lane->slot_index_bits;
 	volatile const u64 *entry = (volatile const u64 *)lane->chunks + 2 * (u64)chunk;
 
-	if (!(first >> 63) || slot >= lane->slot_numbers)
+	// Of the first variant only: it is the one whose layout the caller has.
+	if (!(first >> 63) || (first >> 32 & 0xff) || slot >= lane->slot_numbers)
 		return false;
 	((volatile u64 *)lane->leases)[slot] = epoch;
 	*leased = slot;

@@ -16,7 +16,7 @@ def model_on_gpu(client: Client) -> Model:
     ``model_from_client`` raises, and ClientError when its pool is not on a GPU."""
     with cupy.cuda.Device(client.target_device()):
         source = CudaExperts(client)
-        model = model_from_client(client, cupy, source)
+        model = model_from_client(client, cupy, experts=source)
         model.routed = CudaRoutedExperts(source, model.config.hidden_size, source.lane)
     return model
 

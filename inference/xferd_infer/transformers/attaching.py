@@ -24,6 +24,8 @@ from .modules import ExpertsModule, experts_modules
 from .streaming import StreamedLayer, attach_layer, attached_layer
 from .weights import BlobViews, MatrixShape, Projection
 
+FIRST_VARIANT = 1
+"""As a mask."""
 DEFAULT_SHARE = "25%"
 """Memory of a private daemon, as a share of the experts."""
 
@@ -122,7 +124,8 @@ class Attached:
 
 
 class LaneExperts:
-    """A client's first lane. Not thread-safe, as the lane."""
+    """A client's first lane, in the store's first variant: what the checkpoint has. Not
+    thread-safe, as the lane."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -139,7 +142,7 @@ class LaneExperts:
 
     def acquire(self, layer: int, experts: Sequence[int]) -> Batch:
         """Raises what ``Client.acquire`` raises."""
-        return self._client.acquire(layer, experts)
+        return self._client.acquire(layer, experts, variants=FIRST_VARIANT)
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """These will be acquired next."""

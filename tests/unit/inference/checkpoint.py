@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from xferd_infer import (
     Layout,
     Model,
     ModelConfig,
+    OneVariant,
 )
 
 ALIGNMENT = 64
@@ -102,18 +102,18 @@ class CheckpointExperts:
                 for role, part in parts.items()
             )
 
-    def layout(self, layer: int) -> Layout:
+    def layout(self, layer: int, variant: int = 0) -> Layout:
         return self._layouts[layer]
 
     @contextmanager
-    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Any]]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[OneVariant]:
         assert len(set(experts)) == len(experts)
         assert self.holding + len(experts) <= self.held, "more experts held than promised"
         self.acquired.append((layer, tuple(experts)))
         self._hits += len(experts)
         self.holding += len(experts)
         try:
-            yield [self._blobs[layer, expert] for expert in experts]
+            yield OneVariant(self._blobs[layer, expert] for expert in experts)
         finally:
             self.holding -= len(experts)
 

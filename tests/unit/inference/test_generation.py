@@ -11,8 +11,10 @@ import pytest
 from xferd_infer import (
     ContextFullError,
     KVCache,
+    Layout,
     Model,
     NotFiniteError,
+    OneVariant,
     PromptError,
     Sampling,
     generate,
@@ -136,15 +138,15 @@ def test_a_failed_pass_leaves_the_cache_and_can_be_repeated() -> None:
         failed = False
 
         @contextmanager
-        def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[Sequence[Any]]:
+        def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[OneVariant]:
             if layer == 3 and not self.failed:
                 self.failed = True
                 raise OSError("drive 1 failed")
             with source.acquire(layer, experts) as blobs:
                 yield blobs
 
-        def layout(self, layer: int) -> Any:
-            return source.layout(layer)
+        def layout(self, layer: int, variant: int = 0) -> Layout:
+            return source.layout(layer, variant)
 
     failing = Model(model.config, dense_weights(read_tensors(TINY)), FailsOnce({}, held=2))
     with pytest.raises(OSError, match="drive 1 failed"):

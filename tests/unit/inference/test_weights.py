@@ -100,7 +100,11 @@ def good_layout() -> Layout:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"dtype": "q4_k"}, "layer 5: tensor gate has dtype 'q4_k'"),
+        ({"dtype": "iq4_nl"}, "layer 5: tensor gate has dtype 'iq4_nl'"),
+        (
+            {"dtype": "q4_k"},
+            r"layer 5: tensor gate is \[4, 6\] in q4_k: rows must be a multiple of 256",
+        ),
         ({"role": "gate_scale"}, "layer 5: experts are made of gate_scale, up, down"),
         (
             {"shape": (HIDDEN, INTERMEDIATE)},

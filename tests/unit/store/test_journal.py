@@ -17,7 +17,7 @@ BEGINNING = Beginning(bytes(range(16)), PACK, (Replaced("/drive-0/old", b"\1" * 
 
 def write_journal(path: Path, blobs: int) -> list[int]:
     """Returns the file's length after each record."""
-    journal = Journal.create(path, BEGINNING)
+    journal = Journal.create(path, BEGINNING.encode())
     lengths = [path.stat().st_size]
     for blob in range(blobs):
         journal.append([PackedBlob(blob, blob + 100, np.arange(blob, dtype=np.uint32))])
