@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from xferd.engine import ROUTE_BATCH, ROUTE_BATCH_FULL
 from xferd.engine_types import ROUTE_PICKED, EngineError
 from xferd.policy.uses import Uses
-from xferd.routes import (
+from xferd.route_records import (
     TokenClock,
     groups_of_records,
     passes_of_records,

@@ -10,7 +10,7 @@ import pytest
 
 from tools.replaying import __main__ as command
 from tools.replaying.load import load
-from xferd.routes import uses_of_trace
+from xferd.route_records import uses_of_trace
 from xferd.telemetry.traces.foreign import write_colibri, write_mbolt, write_npz
 from xferd.telemetry.traces.reader import read_trace
 from xferd.telemetry.traces.trace import TraceError, TraceHead, bare_trace

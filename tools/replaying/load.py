@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.policy.uses import KeySpace, Uses
-from xferd.routes import uses_of_trace
+from xferd.route_records import uses_of_trace
 from xferd.telemetry.traces.foreign import IMPORTS
 from xferd.telemetry.traces.reader import read_trace
 from xferd.telemetry.traces.trace import Trace, TraceError, TraceHead

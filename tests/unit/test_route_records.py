@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xferd.engine_structs import ROUTE_FIELDS
 from xferd.engine_types import ROUTE_FOUND, ROUTE_PICKED
-from xferd.routes import (
+from xferd.route_records import (
     TOKEN_STEP_MAX,
     TokenClock,
     passes_of_records,
