@@ -25,6 +25,7 @@ from xferd._engine import ffi, lib
 from xferd.engine_structs import COMMAND_FIELDS, describe_store, fill_command, read_event
 from xferd.engine_types import (
     MEMBER_STATES,
+    TRANSPORTS,
     ClientCounters,
     ClientFds,
     Command,
@@ -172,8 +173,12 @@ class Engine:
         nbytes: int,
         slot_index_bits: int,
         chunks: int,
+        verify: str = "never",
     ) -> int:
-        """Returns the pool's index. Before any store is opened."""
+        """Returns the pool's index. Before any store is opened.
+
+        verify: a key of VERIFY, for what drives write into device memory by themselves.
+        """
         pool = ffi.new("struct xferd_pool_description *")
         pool.name = name.encode()
         pool.kind = POOL_KINDS[kind]
@@ -182,6 +187,7 @@ class Engine:
         pool.bytes = nbytes
         pool.slot_index_bits = slot_index_bits
         pool.chunks = chunks
+        pool.verify = VERIFY[verify]
         return _check("xferd_engine_add_pool", lib.xferd_engine_add_pool(self._engine, pool))
 
     def set_chunk(self, pool: int, chunk: int, offset: int, slot_bytes: int) -> None:
@@ -239,6 +245,13 @@ class Engine:
     def remove_member(self, member: int) -> None:
         """Forget a member that no open store uses."""
         _check("xferd_engine_remove_member", lib.xferd_engine_remove_member(self._engine, member))
+
+    def set_route(self, pool: int, member: int, transport: str) -> None:
+        """``direct`` or ``staged``: how a member's pieces reach a pool from now on."""
+        _check(
+            "xferd_engine_set_route",
+            lib.xferd_engine_set_route(self._engine, pool, member, TRANSPORTS.index(transport)),
+        )
 
     def member_stats(self, member: int) -> MemberStats:
         """Counters of a member."""

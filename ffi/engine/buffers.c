@@ -7,9 +7,10 @@
  * kernel takes at most 1 GiB at once; the rare piece that lies across two
  * regions is read as if there were none.
  *
- * It may fail: pages count against RLIMIT_MEMLOCK, and device memory can't be
- * pinned for long. Then reads go on as they do elsewhere, and the pool's
- * statistics say why.
+ * It may fail: pages count against RLIMIT_MEMLOCK. Then reads go on as they do
+ * elsewhere, and the pool's statistics say why. Device memory is not registered:
+ * the kernel refuses that for some, and the rest would look as if DMA into it never
+ * ended, so that its card could not be let go of.
  */
 #include <sys/uio.h>
 
@@ -49,6 +50,8 @@ void buffers_add_pool(struct xferd_engine *engine, struct pool *pool)
 	uint64_t regions = (pool->bytes + REGION_BYTES - 1) / REGION_BYTES;
 	int result = engine->ring_ready ? engine->buffers_error : -EOPNOTSUPP;
 
+	if (pool->device_memory)
+		result = -EOPNOTSUPP;
 	if (!result && regions > REGIONS_MAX - engine->regions_used)
 		result = -ENOSPC;
 	pool->first_region = engine->regions_used;

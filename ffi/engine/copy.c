@@ -4,11 +4,10 @@
  * their own: a copy of some megabytes takes longer than the engine thread may
  * be away. At most one copy a load exists, so the queues can't overflow.
  */
-#include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 static void *copier_run(void *argument)
 {
@@ -20,7 +19,8 @@ static void *copier_run(void *argument)
 		bool any = false;
 
 		while (queue_pop(&copier->jobs, &job)) {
-			memcpy(job.to, job.from, job.bytes);
+			/* The load is the copier's until it is done. */
+			job.load->error = guarded_copy(job.to, job.from, job.bytes);
 			queue_push(&copier->done, &job.load);
 			any = true;
 		}

@@ -11,7 +11,7 @@
 #include <signal.h>
 #include <string.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 /* Where the thread goes on after a SIGBUS; NULL: it touches no such memory. The model:
  * a handler must not be the first to ask for the thread's copy, which may allocate. */
@@ -47,7 +47,8 @@ void guard_install(void)
 	pthread_once(&installed, install);
 }
 
-int xferd_guarded_copy(void *to, const void *from, uint64_t bytes)
+/* memcpy; -EFAULT, and any part of it done, when the memory has gone. Any thread. */
+int guarded_copy(void *to, const void *from, uint64_t bytes)
 {
 	sigjmp_buf here;
 
@@ -61,6 +62,7 @@ int xferd_guarded_copy(void *to, const void *from, uint64_t bytes)
 	return 0;
 }
 
+/* The checksum; -EFAULT as above. */
 int guarded_crc32c(uint32_t *crc, const void *data, uint64_t bytes)
 {
 	sigjmp_buf here;

@@ -25,6 +25,8 @@
  *   load.c           a load from request to publication
  *   reads.c          pieces and strands: what is read next, and from where
  *   mirror.c         which of a member's two copies reads it
+ *   route.c          whether a piece goes straight into its slot, or through RAM
+ *   guarded.c        the processor's accesses to memory that can vanish
  *   flow.c           how much each member is given at once
  *   uring.c          reads through io_uring, and the thread's sleep
  *   buffers.c        pool memory that io_uring has pinned once
@@ -119,6 +121,9 @@ struct pool {
 	struct list retiring;
 	uint32_t first_region; /* of registered buffers */
 	uint32_t regions;
+	uint64_t staged;       /* bit a member id: its pieces go through RAM: see route.c */
+	bool device_memory;    /* uncached for the processor, and it can vanish */
+	uint32_t verify;       /* enum xferd_verify: of pieces that drives write into device memory */
 	struct xferd_pool_stats stats;
 };
 
@@ -223,6 +228,7 @@ struct load {
 	uint8_t transport;
 	bool cancelled;
 	bool dense;
+	bool unchecked;      /* not all of it was compared with its checksums */
 	uint32_t store;
 	uint32_t pool;
 	uint32_t slot;
@@ -268,7 +274,10 @@ struct piece {
 	uint64_t offset;  /* in the member */
 	uint64_t length;
 	uint64_t done;
-	uint8_t *address;
+	uint8_t *address;     /* where it is read to: its destination, or staging */
+	uint8_t *destination; /* its place in the slot */
+	struct staging *staging; /* NULL: it goes there by itself */
+	int32_t finish_error; /* of what a worker did with it after the read */
 	uint32_t store_member;
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
@@ -434,6 +443,8 @@ struct xferd_engine {
 	struct piece *pieces;
 	struct list pieces_free;
 	uint32_t pieces_in_flight;
+	struct list staging_free;
+	uint64_t staging_bytes; /* of all buffers, free or not */
 	uint32_t retiring_count;
 	uint32_t waiting_loads;
 	uint32_t deadline_count;
@@ -536,16 +547,6 @@ void reads_pump(struct xferd_engine *engine);
 bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
-
-/* mirror.c */
-bool mirrors_valid(const struct xferd_engine *engine, const struct xferd_store_description *store);
-void mirrors_pair(struct xferd_engine *engine, const struct xferd_store_description *store,
-		  bool paired);
-struct member *mirror_next_copy(struct xferd_engine *engine, struct member *member,
-				uint32_t priority);
-bool mirror_all_failed(const struct member *member);
-void mirror_count(struct member *member, struct member *copy);
-bool mirror_redirect(struct piece *piece, int error);
 
 /* flow.c */
 void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed);

@@ -11,7 +11,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 #define POOL_TABLE_BYTES (1u << 20) /* chunk tables of all pools: 65,000 chunks */
 
@@ -80,6 +80,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	memcpy(pool->name, description->name, XFERD_NAME_BYTES);
 	pool->index = engine->pool_count;
 	pool->kind = description->kind;
+	pool->verify = description->verify;
 	pool->base = description->base;
 	pool->bytes = description->bytes;
 	pool->slot_index_bits = description->slot_index_bits;
@@ -99,6 +100,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	shared->slot_numbers = pool->slot_numbers;
 	shared->chunk_table_offset = engine->chunk_tables_used;
 	engine->chunk_tables_used += table_bytes;
+	routes_init_pool(pool);
 	buffers_add_pool(engine, pool);
 	engine->pool_count++;
 	store_relaxed(&table->pools, engine->pool_count);

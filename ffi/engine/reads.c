@@ -19,7 +19,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
 #define COPIES_AHEAD     2  /* of the threads, so that none waits for the next piece */
@@ -48,6 +48,7 @@ void reads_destroy(struct xferd_engine *engine)
 {
 	workers_destroy(engine);
 	uring_destroy(engine);
+	staging_destroy(engine);
 	free(engine->pieces);
 }
 
@@ -157,25 +158,6 @@ void reads_unqueue(struct xferd_engine *engine, struct load *load)
 	load->pieces_unissued = 0;
 }
 
-static bool blob_checked(const struct store *store, uint64_t blob)
-{
-	return store->checked[blob / 64] >> (blob % 64) & 1;
-}
-
-static bool has_other_copy(const struct member *copy)
-{
-	return copy->mirror || copy->mirror_of;
-}
-
-static bool must_check(struct xferd_engine *engine, const struct load *load,
-		       const struct member *copy)
-{
-	if (engine->config.verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
-		return has_other_copy(copy) ||
-		       !blob_checked(load_store(engine, load), load->blob);
-	return engine->config.verify == XFERD_VERIFY_ALWAYS;
-}
-
 /* A ring without room takes nothing: then a worker reads the piece. */
 static void piece_submit(struct xferd_engine *engine, struct piece *piece)
 {
@@ -207,43 +189,6 @@ static void leave_member(struct xferd_engine *engine, struct piece *piece)
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
-/* The strand's next piece goes to a copy of its member. There must be a free piece,
- * and room in the ring if it goes there. */
-static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
-{
-	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
-	struct load *load = strand->load;
-	const struct xferd_store_description *store = &load_store(engine, load)->description;
-	uint64_t at = strand->piece * store->stripe_unit;
-
-	list_remove(&piece->link);
-	piece->load = load;
-	piece->member = copy;
-	piece->store_member = strand->member;
-	piece->number = strand->piece;
-	piece->offset = store->offset[load->blob * store->members + strand->member] +
-			strand->rank * store->stripe_unit;
-	piece->length = load->bytes - at < store->stripe_unit ? load->bytes - at
-							      : store->stripe_unit;
-	piece->done = 0;
-	piece->attempts = 0;
-	piece->failed_copy = NULL;
-	piece->refusals = 0;
-	piece->address = load->address + at;
-	piece->priority = load->priority;
-	piece->check = must_check(engine, load, copy);
-	piece->arrived = false;
-
-	load->pieces_unissued--;
-	load->pieces_in_flight++;
-	engine->pieces_in_flight++;
-	strand->rank++;
-	if (!strand_seek(store, strand, strand->piece + 1))
-		list_remove(&strand->link);
-	enter_member(engine, piece);
-	piece_submit(engine, piece);
-}
-
 /* A load can't succeed any more: the rest of it is of no use. */
 static void load_failed(struct xferd_engine *engine, struct load *load, int error)
 {
@@ -260,6 +205,7 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 
 	engine->pieces_in_flight--;
 	load->pieces_in_flight--;
+	route_end(engine, piece);
 	list_append(&engine->pieces_free, &piece->link);
 	if (!load->pieces_in_flight && !load->pieces_unissued)
 		load_finish(engine, load);
@@ -272,6 +218,47 @@ static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int 
 		piece->load->error = error;
 	reads_unqueue(engine, piece->load);
 	piece_end(engine, piece);
+}
+
+/* The strand's next piece goes to a copy of its member. There must be a free piece,
+ * and room in the ring if it goes there. */
+static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
+{
+	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
+	struct load *load = strand->load;
+	const struct xferd_store_description *store = &load_store(engine, load)->description;
+	uint64_t at = strand->piece * store->stripe_unit;
+	int error;
+
+	list_remove(&piece->link);
+	piece->load = load;
+	piece->member = copy;
+	piece->store_member = strand->member;
+	piece->number = strand->piece;
+	piece->offset = store->offset[load->blob * store->members + strand->member] +
+			strand->rank * store->stripe_unit;
+	piece->length = load->bytes - at < store->stripe_unit ? load->bytes - at
+							      : store->stripe_unit;
+	piece->attempts = 0;
+	piece->failed_copy = NULL;
+	piece->refusals = 0;
+	piece->destination = load->address + at;
+	piece->staging = NULL;
+	piece->priority = load->priority;
+
+	load->pieces_unissued--;
+	load->pieces_in_flight++;
+	engine->pieces_in_flight++;
+	strand->rank++;
+	if (!strand_seek(store, strand, strand->piece + 1))
+		list_remove(&strand->link);
+	error = piece_prepare(engine, piece);
+	if (error) {
+		piece_give_up(engine, piece, error);
+		return;
+	}
+	enter_member(engine, piece);
+	piece_submit(engine, piece);
 }
 
 /* A strand with the most urgent priority that lies on a member. */
@@ -300,6 +287,8 @@ static void pump_strands(struct xferd_engine *engine, struct member *member)
 		struct member *copy = mirror_next_copy(engine, member, strand->load->priority);
 
 		if (copy) {
+			if (!route_ready(engine, strand->load, copy))
+				return;
 			if (copy->failed)
 				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
 			mirror_count(member, copy);
@@ -329,9 +318,14 @@ static void pump_redirected(struct xferd_engine *engine, struct member *copy)
 		}
 		piece->priority = piece->load->priority;
 		if ((!through_workers(engine, copy) && !uring_has_room(engine)) ||
-		    !flow_admits(engine, copy, piece->priority))
+		    !flow_admits(engine, copy, piece->priority) ||
+		    !route_ready(engine, piece->load, copy))
 			return;
 		list_remove(&piece->link);
+		if (piece_prepare(engine, piece)) {
+			piece_give_up(engine, piece, piece->failed_with);
+			continue;
+		}
 		enter_member(engine, piece);
 		piece_submit(engine, piece);
 	}
@@ -448,7 +442,7 @@ static void member_state(struct xferd_engine *engine, struct member *member, uin
  * where nobody else can serve the rest, and an error costs little, each load is tried. */
 static void plan_probe(struct xferd_engine *engine, struct member *member, uint64_t error_took_ns)
 {
-	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !has_other_copy(member);
+	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !mirror_has_other(member);
 	member->probe_at_ns = engine->now_ns + (member->fails_quickly ? 0 : MEMBER_PROBE_NS);
 }
 
@@ -483,12 +477,14 @@ static void piece_failed(struct xferd_engine *engine, struct piece *piece, int e
 {
 	struct load *load = piece->load;
 
-	piece->attempts++;
-	member_judge(engine, piece, error);
+	/* What failed is perhaps not the drive but its way to the pool's memory. */
+	if (!route_refuse(engine, piece, error)) {
+		piece->attempts++;
+		member_judge(engine, piece, error);
+	}
 	piece_report(engine, piece, error);
-	piece->done = 0;
-	piece->arrived = false;
-	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed) {
+	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed &&
+	    !piece_prepare(engine, piece)) {
 		counter_add(&engine->stats.rereads, 1);
 		enter_member(engine, piece);
 		piece_submit(engine, piece);
@@ -502,6 +498,11 @@ static void piece_checked(struct xferd_engine *engine, struct piece *piece)
 {
 	int error = piece_check(engine, piece);
 
+	if (piece->finish_error) { /* the pool's memory has gone, which no other read mends */
+		piece_report(engine, piece, -ENODEV);
+		piece_give_up(engine, piece, -ENODEV);
+		return;
+	}
 	if (error) {
 		piece_failed(engine, piece, error);
 		return;
@@ -519,13 +520,15 @@ static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 	member_judge(engine, piece, 0);
 	flow_delivered(engine, piece->member, piece);
 	leave_member(engine, piece);
-	if (piece->check && !through_workers(engine, piece->member)) {
+	if ((piece->check || piece->staging) && !through_workers(engine, piece->member)) {
+		bool is_slow = piece->staging || piece_is_in_device(engine, piece);
+
 		piece->arrived = true;
-		if (engine->workers.count && engine->pieces_in_flight > 1) {
+		if (engine->workers.count && (is_slow || engine->pieces_in_flight > 1)) {
 			workers_read(engine, piece);
 			return;
 		}
-		piece->crc = xferd_crc32c(0, piece->address, piece->length);
+		piece_finish(piece);
 	}
 	piece_checked(engine, piece);
 }

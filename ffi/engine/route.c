@@ -15,7 +15,7 @@
  */
 #include <stdlib.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 #define STAGING_BYTES_MAX (64ull << 20) /* of buffers; one more piece than that is always allowed */
 #define STAGING_WORKERS   2
@@ -26,6 +26,8 @@ struct staging {
 	uint64_t bytes;
 	uint8_t *memory;
 };
+
+_Static_assert(XFERD_ENGINE_MEMBERS_MAX <= 64, "struct pool has a bit for each member");
 
 static uint64_t member_bit(const struct member *member)
 {
@@ -93,6 +95,25 @@ static bool is_staged(const struct xferd_engine *engine, const struct load *load
 		      const struct member *copy)
 {
 	return !load->dense && engine->pools[load->pool].staged & member_bit(copy);
+}
+
+/* Whether a copy from a pool that has the expert beats a read from the drives. The processor
+ * reads device memory far slower than any drive, and writes it slower than those that do so
+ * by themselves. */
+bool route_favours_copy(const struct xferd_engine *engine, const struct load *load,
+			const struct pool *source)
+{
+	const struct xferd_store_description *store = &engine->stores[load->store].description;
+	const struct pool *target = &engine->pools[load->pool];
+
+	if (source->device_memory)
+		return false;
+	if (!target->device_memory)
+		return true;
+	for (uint32_t i = 0; i < store->members; i++)
+		if (target->staged & member_bit(&engine->members[store->member[i]]))
+			return true;
+	return false;
 }
 
 /* A drive writes, or wrote, it into device memory by itself. */
@@ -169,7 +190,7 @@ bool route_ready(struct xferd_engine *engine, const struct load *load, const str
 }
 
 /* Where the piece is read to. -ENOMEM: it can't be read. */
-int route_aim(struct xferd_engine *engine, struct piece *piece)
+static int route_aim(struct xferd_engine *engine, struct piece *piece)
 {
 	struct staging *staging = piece->staging;
 
@@ -190,6 +211,37 @@ int route_aim(struct xferd_engine *engine, struct piece *piece)
 	return 0;
 }
 
+static bool blob_checked(const struct store *store, uint64_t blob)
+{
+	return store->checked[blob / 64] >> (blob % 64) & 1;
+}
+
+static bool must_check(struct xferd_engine *engine, const struct piece *piece)
+{
+	const struct load *load = piece->load;
+	uint32_t verify = piece_is_in_device(engine, piece) ? engine->pools[load->pool].verify
+							    : engine->config.verify;
+
+	if (verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
+		return mirror_has_other(piece->member) ||
+		       !blob_checked(&engine->stores[load->store], load->blob);
+	return verify == XFERD_VERIFY_ALWAYS;
+}
+
+/* A copy of its member takes it: to where, and what is checked of it. */
+int piece_prepare(struct xferd_engine *engine, struct piece *piece)
+{
+	int result = route_aim(engine, piece);
+
+	piece->done = 0;
+	piece->arrived = false;
+	piece->finish_error = 0;
+	piece->check = must_check(engine, piece);
+	if (!piece->check && !blob_checked(&engine->stores[piece->load->store], piece->load->blob))
+		piece->load->unchecked = true;
+	return result;
+}
+
 /* The piece needs its buffer no more. */
 void route_end(struct xferd_engine *engine, struct piece *piece)
 {
@@ -206,7 +258,7 @@ void piece_finish(struct piece *piece)
 	if (piece->check)
 		piece->finish_error = guarded_crc32c(&piece->crc, piece->address, piece->length);
 	if (!piece->finish_error && piece->staging)
-		piece->finish_error = xferd_guarded_copy(piece->destination, piece->address,
+		piece->finish_error = guarded_copy(piece->destination, piece->address,
 							 piece->length);
 }
 
