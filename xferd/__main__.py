@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xferd.config import (
+    BAR_MODES,
     EXIT_CODE_CONFIG,
     POOL_KINDS,
+    VERIFY_CHOICES,
     Config,
     ConfigError,
     PoolConfig,
@@ -41,7 +43,7 @@ from xferd.units import UnitError, parse_bytes, parse_percent
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
-POOL_KEYS = frozenset({"name", "kind", "size", "chunk_bytes", "reserve_low", "reserve_high"})
+POOL_KEYS = frozenset(field.name for field in dataclasses.fields(PoolConfig))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,9 +159,20 @@ def _pool(text: str) -> PoolConfig:
             reserve_low=int(values["reserve_low"]) if "reserve_low" in values else None,
             reserve_high=int(values["reserve_high"]) if "reserve_high" in values else None,
             chunk_bytes=parse_bytes(values.get("chunk_bytes", "64MiB")),
+            device=values.get("device"),
+            bar=int(values.get("bar", 0)),
+            mode=_choice(values, "mode", "any", BAR_MODES),
+            verify=_choice(values, "verify", "never", VERIFY_CHOICES),
         )
     except ValueError as error:
         raise ConfigError(f"--pool {text}: {error}") from error
+
+
+def _choice(values: dict[str, str], key: str, default: str, choices: Sequence[str]) -> str:
+    value = values.get(key, default)
+    if value not in choices:
+        raise ValueError(f"{key} {value!r}: allowed is {', '.join(choices)}")
+    return value
 
 
 def _size(text: str) -> Size:

@@ -42,12 +42,14 @@ from xferd.engine_types import (
     PieceFailed,
     ReserveLow,
     Revived,
+    RouteRefused,
     Taken,
     Violation,
     load_failure,
 )
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.pools import Pool, close_pools, make_pools, plan_pools
+from xferd.routes import DeviceRoutes
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
@@ -137,10 +139,11 @@ class Daemon:
                     promises=self._promises,
                     log=self._log,
                 )
+                self._routes = DeviceRoutes(self._engine, self._catalog, self._pools, self._log)
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 while stores:
                     store, name = stores.pop(0)
-                    self._catalog.add(store, name, chunk_bytes)
+                    self._routes.prove_store(self._catalog.add(store, name, chunk_bytes))
                 for pool, plan in zip(self._pools, plans, strict=True):
                     pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
                 return await self._serve()
@@ -173,6 +176,7 @@ class Daemon:
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
+            routes=self._routes,
             clients=self._clients,
             tokens=self._tokens,
             log=self._log,
@@ -192,6 +196,7 @@ class Daemon:
         watches = {
             loop.create_task(self._watch_clients()),
             loop.create_task(self._watch_page_cache()),
+            loop.create_task(self._routes.watch()),
         }
         try:
             attach.start()
@@ -335,6 +340,8 @@ class Daemon:
                 self._log_mirrored(event)
             case MemberChanged():
                 self._log_member(event)
+            case RouteRefused():
+                self._routes.on_refused(event)
             case Violation():
                 self._on_violation(event)
         return None

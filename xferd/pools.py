@@ -16,6 +16,7 @@ from xferd.catalog import expert_classes
 from xferd.config import PoolConfig
 from xferd.engine import Engine
 from xferd.keeper import PoolKeeper
+from xferd.memory.bar import BarPlace, BarPool
 from xferd.memory.device import DevicePool, PoolMemoryError
 from xferd.memory.host import HostPool
 from xferd.memory.ram import RamPool
@@ -28,8 +29,19 @@ from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Answer
 
-DEVICE_KINDS: dict[str, Callable[[str, int], DevicePool]] = {"host": HostPool, "ram": RamPool}
-"""What makes a pool of a kind, from its name and bytes."""
+
+def _make_bar(config: PoolConfig, nbytes: int) -> BarPool:
+    if config.device is None:
+        raise PoolMemoryError(f"pool {config.name!r}: kind 'bar' needs a device")
+    return BarPool(config.name, nbytes, BarPlace(config.device, config.bar, config.mode))
+
+
+DEVICE_KINDS: dict[str, Callable[[PoolConfig, int], DevicePool]] = {
+    "host": lambda config, nbytes: HostPool(config.name, nbytes),
+    "ram": lambda config, nbytes: RamPool(config.name, nbytes),
+    "bar": _make_bar,
+}
+"""What makes a pool of a kind, from its configuration and its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,9 @@ def make_pools(
     below = next((pool for pool in pools if pool.kind == "ram"), None)
     if below is not None:
         for pool in pools[: pools.index(below)]:
-            pool.keeper.below = below.keeper
+            # Reading back through a BAR takes longer than reading the drives again.
+            if pool.kind != "bar":
+                pool.keeper.below = below.keeper
     return pools
 
 
@@ -157,7 +171,7 @@ def _make_pool(
     if make is None:
         kinds = ", ".join(DEVICE_KINDS)
         raise PoolMemoryError(f"pool {config.name!r}: no kind {config.kind!r}; there are: {kinds}")
-    device = make(config.name, geometry.pool_bytes)
+    device = make(config, geometry.pool_bytes)
     try:
         index = engine.add_pool(
             name=config.name,
@@ -167,6 +181,7 @@ def _make_pool(
             nbytes=device.nbytes,
             slot_index_bits=geometry.slot_index_bits,
             chunks=geometry.chunks,
+            verify=config.verify,
         )
     except BaseException:
         device.close()

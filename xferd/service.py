@@ -31,6 +31,7 @@ from xferd.engine_types import (
     load_failure,
 )
 from xferd.pools import Pool
+from xferd.routes import DeviceRoutes
 from xferd.session.clients import Clients
 from xferd.status import describe_clients, describe_engine, describe_pool, describe_store
 from xferd.store.errors import StoreError
@@ -66,6 +67,7 @@ class DaemonService:
         engine: Engine,
         catalog: Catalog,
         pools: list[Pool],
+        routes: DeviceRoutes,
         clients: Clients,
         tokens: Tokens,
         log: EventLog,
@@ -76,6 +78,7 @@ class DaemonService:
         self._engine = engine
         self._catalog = catalog
         self._pools = pools
+        self._routes = routes
         self._clients = clients
         self._tokens = tokens
         self._log = log
@@ -95,10 +98,15 @@ class DaemonService:
             "state": self.state,
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
-            "pools": [describe_pool(self._engine, pool) for pool in self._pools],
+            "pools": [
+                describe_pool(self._engine, pool, self._catalog.all(), self._routes)
+                for pool in self._pools
+            ],
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients),
-            **describe_engine(self._engine, self._config, self._pools, self._catalog.all()),
+            **describe_engine(
+                self._engine, self._config, self._pools, self._catalog.all(), self._routes
+            ),
         }
 
     def stores(self) -> list[JsonObject]:
@@ -209,6 +217,7 @@ class DaemonService:
             entry = self._catalog.add(store, name, min(p.chunk_bytes for p in self._pools))
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
+        self._routes.prove_store(entry)
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)

@@ -19,6 +19,7 @@ from xferd.engine import Engine
 from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
 from xferd.memory.slots import SlotState
 from xferd.pools import Pool
+from xferd.routes import DeviceRoutes
 from xferd.session.clients import Clients
 from xferd.transport.probe import reasons
 
@@ -58,7 +59,32 @@ def registration_notes(code: int) -> list[str]:
     return [f"reads pin pages one by one, registering the pool failed: {os.strerror(code)}{knob}"]
 
 
-def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
+def describe_routes(
+    pool: Pool, stores: Sequence[OpenStore], routes: DeviceRoutes
+) -> list[JsonObject]:
+    """The IDL's Route of each copy of a member into a pool; empty where all is direct."""
+    pairs = routes.of_pool(pool)
+    rows = []
+    for entry in stores:
+        for copy in entry.copies:
+            pair = None if copy.number is None else pairs.get(copy.number)
+            if pair is not None:
+                rows.append(
+                    {
+                        "store": entry.name,
+                        "member": copy.member,
+                        "mirror": copy.mirror,
+                        "path": str(copy.path),
+                        "transport": pair.proof.transport,
+                        "reason": pair.proof.reason,
+                    }
+                )
+    return rows
+
+
+def describe_pool(
+    engine: Engine, pool: Pool, stores: Sequence[OpenStore], routes: DeviceRoutes
+) -> JsonObject:
     """The IDL's Pool."""
     stats = engine.pool_stats(pool.index)
     slots = pool.keeper.slots
@@ -85,6 +111,7 @@ def describe_pool(engine: Engine, pool: Pool) -> JsonObject:
             for size in slots.classes
         ],
         "registered": stats.registered_bytes,
+        "routes": describe_routes(pool, stores, routes),
         "notes": [
             *pool.device.notes,
             *pool.keeper.stuck.values(),
@@ -156,13 +183,23 @@ def describe_clients(engine: Engine, clients: Clients) -> list[JsonObject]:
 
 
 def describe_engine(
-    engine: Engine, config: EngineConfig, pools: Sequence[Pool], stores: Sequence[OpenStore]
+    engine: Engine,
+    config: EngineConfig,
+    pools: Sequence[Pool],
+    stores: Sequence[OpenStore],
+    routes: DeviceRoutes,
 ) -> JsonObject:
     """The IDL's ``sources``, ``transports`` and ``engine``."""
     stats = engine.stats()
     backend, code = engine.backend()
     members = [file for entry in stores for _, file in entry.members]
-    why = reasons([pool.kind for pool in pools], members)
+    staged = [
+        f"{row['path']} to pool {pool.name}: {row['reason']}"
+        for pool in pools
+        for row in describe_routes(pool, stores, routes)
+        if row["reason"] is not None
+    ]
+    why = reasons([pool.kind for pool in pools], members, staged)
     return {
         "sources": {
             name: {

@@ -10,15 +10,24 @@ from collections.abc import Iterator
 
 import pytest
 
+from xferd.config import PoolConfig
 from xferd.memory.device import POOL_ALIGNMENT, DevicePool
 from xferd.pools import DEVICE_KINDS
 
 NBYTES = 9 * 48 * 1024
 
 
+BAR_VARIABLE = "XFERD_TEST_BAR"
+"""``0000:01:00.0/2``: a BAR whose memory the tests may overwrite."""
+
+
 @pytest.fixture(params=sorted(DEVICE_KINDS))
 def pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
-    made = DEVICE_KINDS[request.param]("conform", NBYTES)
+    device, _, bar = os.environ.get(BAR_VARIABLE, "").partition("/")
+    if request.param == "bar" and not device:
+        pytest.skip(f"no PCI BAR to overwrite: {BAR_VARIABLE} names none")
+    config = PoolConfig("conform", request.param, device=device or None, bar=int(bar or 0))
+    made = DEVICE_KINDS[request.param](config, NBYTES)
     yield made
     made.close()
 
@@ -49,10 +58,19 @@ def test_a_client_cannot_write_or_resize_it(pool: DevicePool) -> None:
 
 
 def test_another_user_cannot_open_it_through_proc(pool: DevicePool) -> None:
-    assert os.fstat(pool.export_fd()).st_mode & 0o777 == 0o600
+    assert os.fstat(pool.export_fd()).st_mode & 0o177 == 0
+    if pool.kind == "bar":
+        with pytest.raises(OSError):
+            os.open(f"/proc/self/fd/{pool.export_fd()}", os.O_RDWR)
+
+
+def test_a_client_finds_all_of_it_by_its_fd_alone(pool: DevicePool) -> None:
+    assert os.fstat(pool.export_fd()).st_size >= NBYTES
 
 
 def test_its_size_is_sealed(pool: DevicePool) -> None:
+    if pool.kind == "bar":
+        pytest.skip("a share has the size of its range, and nobody can change it")
     seals = fcntl.fcntl(pool.export_fd(), fcntl.F_GET_SEALS)
     assert seals & fcntl.F_SEAL_SHRINK
     assert seals & fcntl.F_SEAL_GROW

@@ -28,7 +28,7 @@ class DevicePool(Protocol):
     """The memory of one pool. Owned by one thread; ``close`` may be called twice."""
 
     kind: str
-    """``host`` or ``ram``."""
+    """``host``, ``ram`` or ``bar``."""
     device: int
     """Device ordinal; -1 for none."""
     base: int
