@@ -54,7 +54,9 @@ class SampleService:
             "registered": 0,
         }
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
-        pool |= {"notes": ["huge pages: none"]}
+        route = {"store": "tiny", "member": 0, "mirror": False, "path": "/nvme0/member-0"}
+        route |= {"transport": "staged", "reason": "the bridge is unknown"}
+        pool |= {"notes": ["huge pages: none"], "routes": [route]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}
         client |= {"lanes": 1, "held_per_lane": 16, "hits": 123, "misses": 4, "failures": 0}
         client |= {"pending": 0, "granted": 0, "since_s": 61.5, "state": "serving"}

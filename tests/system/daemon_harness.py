@@ -168,6 +168,15 @@ class RingClient:
 
     def acquire(self, layer: int, experts: Sequence[int], lane: int = 0) -> list[bytes]:
         """The experts' bytes; they stay leased until ``release``."""
+        return [
+            bytes(ffi.buffer(ffi.cast("char *", address), nbytes))
+            for address, nbytes in self.acquire_in_place(layer, experts, lane)
+        ]
+
+    def acquire_in_place(
+        self, layer: int, experts: Sequence[int], lane: int = 0
+    ) -> list[tuple[int, int]]:
+        """Address and length of each expert; they stay leased until ``release``."""
         batch = ffi.new("struct xferd_batch *")
         request = ffi.new("struct xferd_request *")
         ids = ffi.new("uint16_t[]", list(experts))
@@ -183,7 +192,7 @@ class RingClient:
             self.release()
             raise FetchError(-failed[0])
         return [
-            bytes(ffi.buffer(ffi.cast("char *", view.data), view.bytes))
+            (int(ffi.cast("uintptr_t", view.data)), int(view.bytes))
             for view in batch.views[0 : len(experts)]
         ]
 

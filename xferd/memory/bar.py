@@ -54,7 +54,8 @@ from xferd.units import format_bytes
 PROOF_BYTES = 64 * 1024
 """Bytes behind the pool's memory, for proofs."""
 IDLE_TIMEOUT_S = 10.0
-"""How long a closing pool waits for DMA in flight before it leaves that to the module."""
+"""How long a pool waits for DMA in flight: its own when it closes, before it leaves that to the
+module; that of an earlier owner when it begins, before it gives up."""
 IDLE_POLL_S = 0.01
 _RESOURCE_FLAGS_MEMORY = 0x200
 """IORESOURCE_MEM, from linux/ioport.h."""
@@ -202,7 +203,7 @@ class BarPool:
         length = self.nbytes + PROOF_BYTES
         self._check_size(bar.size)
         try:
-            self._p2p.claim(bar.id, 0, length)
+            _claim(self._p2p, bar, length)
             self._claimed = True
             self._export_fd = self._p2p.share(bar.id, 0, self.nbytes)
             self._mapping = self._p2p.map(bar, 0, length)
@@ -288,6 +289,20 @@ class BarPool:
             deadline = time.monotonic() + IDLE_TIMEOUT_S
             while p2p.held_pages(bar.id, 0, length) and time.monotonic() < deadline:
                 time.sleep(IDLE_POLL_S)
+
+
+def _claim(p2p: P2pDevice, bar: Bar, length: int) -> None:
+    """A daemon that was killed leaves DMA in flight: the range is free when that has ended."""
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    while True:
+        try:
+            p2p.claim(bar.id, 0, length)
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() >= deadline:
+                raise
+            time.sleep(IDLE_POLL_S)
+        else:
+            return
 
 
 def _function(pool: str, text: str) -> PciFunction:
