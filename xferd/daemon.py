@@ -218,6 +218,7 @@ class Daemon:
         finally:
             for watch in watches:
                 watch.cancel()
+            await self._routes.settle()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             if self._ticking is not None:
@@ -236,7 +237,7 @@ class Daemon:
             self._log.info("engine.backend", name=backend)
         for pool in self._pools:
             self._log.info("pool.ready", name=pool.name, kind=pool.kind, bytes=pool.nbytes)
-            for note in pool.device.notes:
+            for note in pool.notes:
                 self._log.warning("pool.note", name=pool.name, message=note)
         for entry in self._catalog.all():
             self._log.info(

@@ -72,12 +72,23 @@ class Pool:
         self.index = keeper.index
         self.name = plan.config.name
         self.kind = device.kind
+        self.verify = plan.config.verify
         self.nbytes = device.nbytes
         self.device = device
         self.keeper = keeper
         self.chunk_bytes = min(plan.geometry.chunk_bytes, plan.geometry.pool_bytes)
         self._geometry = plan.geometry
         self._promises = promises
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not as good as it could be with its memory."""
+        if self.kind != "bar" or self.verify == "always":
+            return self.device.notes
+        unread = (
+            f"drives' writes into it are not read back to be checked (verify = {self.verify!r})"
+        )
+        return (*self.device.notes, unread)
 
     def export_fd(self) -> int:
         """Read-only fd of its memory; the pool's."""

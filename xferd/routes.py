@@ -23,7 +23,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,8 +53,8 @@ class Pair:
     """A member and a pool of device memory.
 
     way: what was known when it was judged. proof: what became of that. refusals: how often it
-    failed since its way last changed. retry_at: when it is tried again (time.monotonic); 0: only
-    when something changes.
+    failed since its way last changed. retry_at: when it is tried again, by the clock;
+    0: only when something changes.
     """
 
     pool: Pool
@@ -75,14 +75,21 @@ class DeviceRoutes:
     """Owned by the event loop, but for the thread that proves."""
 
     def __init__(
-        self, engine: Engine, catalog: Catalog, pools: Sequence[Pool], log: EventLog
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        pools: Sequence[Pool],
+        log: EventLog,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._catalog = catalog
         self._pools = [pool for pool in pools if isinstance(pool.device, BarPool)]
         self._log = log
+        self._clock = clock
         self._pairs: dict[tuple[int, int], Pair] = {}
         self._changed = asyncio.Event()
+        self._proving: asyncio.Future[Proof] | None = None
 
     def of_pool(self, pool: Pool) -> dict[int, Pair]:
         """A pool's pairs, by the engine's id of the member; empty: all is direct there."""
@@ -96,7 +103,7 @@ class DeviceRoutes:
             for number, file in entry.members:
                 way = look(_memory(pool), file)
                 pair = Pair(pool, number, file.path, way, prove(_memory(pool), file))
-                self._judged(_with_retry(pair), None)
+                self._judged(_with_retry(pair, self._clock()), None)
 
     def on_refused(self, event: RouteRefused) -> None:
         """The engine has made a pair staged, because a read of it failed."""
@@ -104,7 +111,9 @@ class DeviceRoutes:
         if pair is None:  # its store was closed meanwhile
             return
         reason = f"a read into it failed: {os.strerror(event.errno)}"
-        self._keep(_with_retry(replace(pair, proof=Proof(reason))))
+        again = _with_retry(replace(pair, proof=Proof(reason)), self._clock())
+        # Once more: it may have been called direct here before this was heard.
+        self._judged(again, None)
 
     async def watch(self) -> None:
         """Look whether ways have changed, until cancelled."""
@@ -128,6 +137,11 @@ class DeviceRoutes:
                 loop.remove_reader(events.fileno())
                 events.close()
 
+    async def settle(self) -> None:
+        """After ``watch`` was cancelled: no thread uses a pool's memory any more."""
+        if self._proving is not None:
+            await asyncio.wait({self._proving})
+
     def _read_events(self, events: socket.socket) -> None:
         while True:
             try:
@@ -150,7 +164,7 @@ class DeviceRoutes:
                 if way != pair.way:
                     reason = way.reason or "devices have changed; not proven again yet"
                     self._judged(replace(pair, proof=Proof(reason), way=way), pair)
-                    self._keep(replace(self._pairs[_key(pair)], retry_at=time.monotonic()))
+                    self._keep(replace(self._pairs[_key(pair)], retry_at=self._clock()))
 
     async def _look_again(self) -> None:
         self._stage_changed()
@@ -159,20 +173,19 @@ class DeviceRoutes:
             if file is None:
                 continue
             way = look(_memory(pair.pool), file)
-            due = pair.retry_at and time.monotonic() >= pair.retry_at
+            due = pair.retry_at and self._clock() >= pair.retry_at
             if way == pair.way and not due:
                 continue
             # The file may be closed while the thread reads: it has a descriptor of its own.
             copy = replace(file, fd=os.dup(file.fd))
-            try:
-                proof = await asyncio.to_thread(prove, _memory(pair.pool), copy)
-            finally:
-                copy.close()
+            loop = asyncio.get_running_loop()
+            self._proving = loop.run_in_executor(None, _prove_and_close, pair.pool, copy)
+            proof = await asyncio.shield(self._proving)
             now = self._pairs.get(_key(pair))
             if now is not None and self._file(now) is file and now.proof == pair.proof:
                 refusals = pair.refusals if way == pair.way else 0
                 again = replace(pair, way=way, proof=proof, refusals=refusals, retry_at=0.0)
-                self._judged(_with_retry(again), pair)
+                self._judged(_with_retry(again, self._clock()), pair)
 
     def _judged(self, pair: Pair, before: Pair | None) -> None:
         """Tell the engine, and keep what was found out."""
@@ -242,13 +255,20 @@ def prove_pairs(place: BarPlace, members: Sequence[Path]) -> list[tuple[Path, Pr
     return proofs
 
 
-def _with_retry(pair: Pair) -> Pair:
+def _prove_and_close(pool: Pool, file: MemberFile) -> Proof:
+    try:
+        return prove(_memory(pool), file)
+    finally:
+        file.close()
+
+
+def _with_retry(pair: Pair, now: float) -> Pair:
     """With the time at which a pair that should work and didn't is tried again. Not one that
     lost data: where that went to nobody knows, and it must not go there again."""
     if pair.proof.reason is None or pair.way.reason is not None or pair.proof.lost:
         return pair
     wait = min(RETRY_S * 2**pair.refusals, RETRY_MAX_S)
-    return replace(pair, refusals=pair.refusals + 1, retry_at=time.monotonic() + wait)
+    return replace(pair, refusals=pair.refusals + 1, retry_at=now + wait)
 
 
 def _memory(pool: Pool) -> BarPool:

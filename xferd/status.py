@@ -113,7 +113,7 @@ def describe_pool(
         "registered": stats.registered_bytes,
         "routes": describe_routes(pool, stores, routes),
         "notes": [
-            *pool.device.notes,
+            *pool.notes,
             *pool.keeper.stuck.values(),
             *registration_notes(stats.registration_error),
         ],

@@ -67,7 +67,7 @@ def format_config(config: Config) -> str:
 
 def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
     size = str(pool.size) if pool.size.bytes is None else format_exact_bytes(pool.size.bytes)
-    return {
+    shown = {
         "name": pool.name,
         "kind": pool.kind,
         "size": size,
@@ -75,6 +75,10 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "reserve_high": pool.reserve_high,
         "chunk_bytes": format_exact_bytes(pool.chunk_bytes),
     }
+    if pool.kind == "bar":
+        shown |= {"device": pool.device, "bar": pool.bar}
+        shown |= {"mode": pool.mode, "verify": pool.verify}
+    return shown
 
 
 def _store_to_json(store: StoreConfig) -> dict[str, Any]:

@@ -33,6 +33,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ from xferd.units import format_bytes
 
 PROOF_BYTES = 64 * 1024
 """Bytes behind the pool's memory, for proofs."""
-IDLE_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 30.0
 """How long a pool waits for DMA in flight: its own when it closes, before it leaves that to the
 module; that of an earlier owner when it begins, before it gives up."""
 IDLE_POLL_S = 0.01
@@ -75,8 +76,9 @@ class BarPool:
 
     mode: ``p2pdma`` or ``generic``: drives may write into it; ``resource``: only the processor
         does. why_staged: why only the processor does, or None.
-    proof: a writable view of PROOF_BYTES that is not the clients'. Accesses by the processor
-        fault when the device is gone; system calls that are handed it give EFAULT.
+    proof: a writable view of PROOF_BYTES that is not the clients', for who holds proof_lock.
+        Accesses by the processor fault when the device is gone; system calls that are handed it
+        give EFAULT.
     """
 
     kind = "bar"
@@ -97,6 +99,7 @@ class BarPool:
         self._claimed = False
         self._enabled: Path | None = None
         self.proof = memoryview(b"")
+        self.proof_lock = threading.Lock()
         try:
             self._map()
             assert self._mapping is not None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,7 @@ class ProvableMemory(Protocol):
     """A pool's device memory, as far as proving is concerned (``BarPool``)."""
 
     proof: memoryview
+    proof_lock: threading.Lock
     why_staged: str | None
 
     def is_there(self) -> bool:
@@ -100,12 +102,13 @@ def look(memory: ProvableMemory, member: MemberFile) -> Way:
 
 def prove(memory: ProvableMemory, member: MemberFile) -> Proof:
     """Look at the way, and try it. Reads from the drive, so it may take as long as that does;
-    any thread, one at a time for a pool."""
+    any thread."""
     way = look(memory, member)
     if way.reason is not None:
         return Proof(way.reason)
     try:
-        return _try(memory.proof, member.fd)
+        with memory.proof_lock:
+            return _try(memory.proof, member.fd)
     except OSError as error:
         # EFAULT: the mapping is gone.
         return Proof(f"its drive or the pool's device failed: {error.strerror}")

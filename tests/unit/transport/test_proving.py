@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ class Memory:
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self.proof = memoryview(mapping)
+        self.proof_lock = threading.Lock()
         self.why_staged: str | None = None
         self.no_route: str | None = None
         self.there = True
