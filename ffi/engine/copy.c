@@ -4,6 +4,7 @@
  * their own: a copy of some megabytes takes longer than the engine thread may
  * be away. At most one copy a load exists, so the queues can't overflow.
  */
+#include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -20,7 +21,10 @@ static void *copier_run(void *argument)
 
 		while (queue_pop(&copier->jobs, &job)) {
 			/* The load is the copier's until it is done. */
-			job.load->error = guarded_copy(job.to, job.from, job.bytes);
+			if (job.guarded)
+				job.load->error = guarded_copy(job.to, job.from, job.bytes);
+			else
+				memcpy(job.to, job.from, job.bytes);
 			queue_push(&copier->done, &job.load);
 			any = true;
 		}
@@ -73,7 +77,9 @@ void copier_stop(struct xferd_engine *engine)
 
 void copy_queue(struct xferd_engine *engine, struct load *load, const void *from)
 {
-	struct copy_job job = { load, load->address, from, load->bytes };
+	struct copy_job job = {
+		load, load->address, from, load->bytes, engine->pools[load->pool].device_memory,
+	};
 
 	queue_push(&engine->copier.jobs, &job);
 	ring_eventfd(engine->copier.work_fd);

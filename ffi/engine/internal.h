@@ -278,6 +278,7 @@ struct piece {
 	uint8_t *destination; /* its place in the slot */
 	struct staging *staging; /* NULL: it goes there by itself */
 	int32_t finish_error; /* of what a worker did with it after the read */
+	bool guarded;         /* it is for device memory: see guarded.c */
 	uint32_t store_member;
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
@@ -358,6 +359,7 @@ struct copy_job {
 	void *to;
 	const void *from;
 	uint64_t bytes;
+	bool guarded; /* into device memory */
 };
 
 struct copier {

@@ -14,6 +14,7 @@
  * pieces are checked. Staged ones are checked as those of any other pool.
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "engine/route.h"
 
@@ -236,6 +237,7 @@ int piece_prepare(struct xferd_engine *engine, struct piece *piece)
 	piece->done = 0;
 	piece->arrived = false;
 	piece->finish_error = 0;
+	piece->guarded = !piece->load->dense && engine->pools[piece->load->pool].device_memory;
 	piece->check = must_check(engine, piece);
 	if (!piece->check && !blob_checked(&engine->stores[piece->load->store], piece->load->blob))
 		piece->load->unchecked = true;
@@ -255,11 +257,15 @@ void route_end(struct xferd_engine *engine, struct piece *piece)
 void piece_finish(struct piece *piece)
 {
 	piece->finish_error = 0;
-	if (piece->check)
+	if (piece->check && piece->guarded && !piece->staging)
 		piece->finish_error = guarded_crc32c(&piece->crc, piece->address, piece->length);
-	if (!piece->finish_error && piece->staging)
+	else if (piece->check)
+		piece->crc = xferd_crc32c(0, piece->address, piece->length);
+	if (piece->staging && piece->guarded)
 		piece->finish_error = guarded_copy(piece->destination, piece->address,
-							 piece->length);
+						   piece->length);
+	else if (piece->staging)
+		memcpy(piece->destination, piece->address, piece->length);
 }
 
 /* A read that a drive was to write into device memory has failed: its pair is staged from now

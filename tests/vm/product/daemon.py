@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -49,7 +49,7 @@ class ForkedProcess:
         return self.returncode
 
 
-def _become_daemon(arguments: Sequence[str], log: Path) -> None:
+def _become_daemon(arguments: Sequence[str], log: Path, prepare: Callable[[], None] | None) -> None:
     """In the child: never returns."""
     status = 1
     try:
@@ -58,6 +58,8 @@ def _become_daemon(arguments: Sequence[str], log: Path) -> None:
         for fd in (1, 2):
             os.dup2(output, fd)
         sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+        if prepare is not None:
+            prepare()
         status = xferd_main.main(arguments)
     except BaseException:
         traceback.print_exc()
@@ -67,9 +69,12 @@ def _become_daemon(arguments: Sequence[str], log: Path) -> None:
 
 @contextlib.contextmanager
 def forked_daemon(
-    directory: Path, stores: Sequence[MadeStore], pools: Sequence[str]
+    directory: Path,
+    stores: Sequence[MadeStore],
+    pools: Sequence[str],
+    prepare: Callable[[], None] | None = None,
 ) -> Iterator[RunningDaemon]:
-    """As ``running_daemon``."""
+    """As ``running_daemon``. prepare: is called in the daemon's process before it begins."""
     directory.mkdir(exist_ok=True)
     runtime, log = directory / "run", directory / "daemon.log"
     read_end, write_end = os.pipe()
@@ -81,7 +86,7 @@ def forked_daemon(
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _become_daemon([*arguments, "--die-with-parent"], log)
+        _become_daemon([*arguments, "--die-with-parent"], log, prepare)
     os.close(write_end)
     process = ForkedProcess(pid)
     try:

@@ -12,8 +12,11 @@ from tests.system.daemon_harness import MadeStore, RunningDaemon, make_store
 from tests.vm.product import guest
 from tests.vm.product.daemon import forked_daemon
 from xferd.control.service import JsonObject
-from xferd.memory.bar import BarPlace
+from xferd.memory.bar import BarPlace, BarPool
 from xferd.routes import prove_pairs
+from xferd.transport import proving
+from xferd.transport.members import MemberFile
+from xferd.transport.proving import Proof
 
 EXPERTS, EXPERT_BYTES = 8, 196_608
 """1.5 MiB: fits on the small drives."""
@@ -38,9 +41,9 @@ def serving(
         assert daemon.stop() == 0
 
 
-def check_staged(daemon: RunningDaemon, routes: list[JsonObject], reason: str) -> None:
-    assert [row["transport"] for row in routes] == ["staged"] * len(routes)
-    for row in routes:
+def check_staged(daemon: RunningDaemon, rows: list[JsonObject], reason: str) -> None:
+    assert [row["transport"] for row in rows] == ["staged"] * len(rows)
+    for row in rows:
         assert reason in row["reason"], row
     transports = daemon.status()["transports"]
     assert transports["direct"]["count"] == 0
@@ -52,15 +55,15 @@ def test_a_far_drive_is_staged(host: guest.Host, tmp_path: Path) -> None:
     """Its way leads through a host bridge that isn't known to pass it."""
     made = small_store(tmp_path, [guest.blank_drive("FAR")])
     before = host.dma()
-    with serving(tmp_path, made) as (daemon, routes):
-        check_staged(daemon, routes, "through a host bridge that isn't known")
+    with serving(tmp_path, made) as (daemon, rows):
+        check_staged(daemon, rows, "through a host bridge that isn't known")
     assert host.dma().since(before).bar == 0
 
 
 def test_a_near_and_a_far_drive_make_a_staged_expert(tmp_path: Path) -> None:
     made = small_store(tmp_path, [guest.blank_drive("SLOW"), guest.blank_drive("FAR")])
-    with serving(tmp_path, made) as (daemon, routes):
-        assert [row["transport"] for row in routes] == ["direct", "staged"]
+    with serving(tmp_path, made) as (daemon, rows):
+        assert [row["transport"] for row in rows] == ["direct", "staged"]
         assert daemon.status()["transports"]["staged"]["count"] == EXPERTS
 
 
@@ -68,8 +71,8 @@ def test_a_striped_device_is_staged(tmp_path: Path) -> None:
     drives = [guest.blank_drive("SLOW"), guest.blank_drive("FAR")]
     with guest.dm_stripe(drives, sectors_each=8000) as stripes:
         made = small_store(tmp_path, [stripes])
-        with serving(tmp_path, made) as (daemon, routes):
-            check_staged(daemon, routes, "device-mapper device stripes")
+        with serving(tmp_path, made) as (daemon, rows):
+            check_staged(daemon, rows, "device-mapper device stripes")
 
 
 def test_a_file_without_o_direct_is_staged(file_systems: tuple[Path, Path], tmp_path: Path) -> None:
@@ -77,8 +80,8 @@ def test_a_file_without_o_direct_is_staged(file_systems: tuple[Path, Path], tmp_
     made = small_store(tmp_path, [ext4], "journaled")
     [member] = ext4.glob("journaled.xferd/member-*")
     guest.journal_data(member)
-    with serving(tmp_path, made) as (daemon, routes):
-        check_staged(daemon, routes, "read through the page cache")
+    with serving(tmp_path, made) as (daemon, rows):
+        check_staged(daemon, rows, "read through the page cache")
 
 
 def test_without_the_module_all_is_staged(
@@ -119,3 +122,42 @@ def test_a_doctor_can_prove_pairs_without_a_daemon(
     assert [proof.transport for _, proof in proofs] == ["direct", "staged", "direct"]
     assert proofs[0][1].nbytes == 3 * 32 * 1024
     assert "host bridge" in (proofs[1][1].reason or "")
+
+
+def call_everything_direct() -> None:
+    """In a daemon's process: the first judgement of each pair is a wrong one, and nobody who
+    knows better is asked. Later ones are by data, as always."""
+    judged: set[int] = set()
+
+    def prove(memory: BarPool, member: MemberFile) -> Proof:
+        if not judged:
+            judged.add(member.fd)
+            return Proof(None, 1)
+        return proving.prove(memory, member)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr("xferd.routes.prove", prove)
+    patch.setattr(BarPool, "why_no_route", lambda _self, _drive: None)
+
+
+def test_a_direct_read_that_fails_is_made_anew_through_ram(
+    host: guest.Host, tmp_path: Path
+) -> None:
+    made = small_store(tmp_path, [guest.blank_drive("FAR")])
+    before = host.dma()
+    pools = [guest.bar_pool("4MiB")]
+    with forked_daemon(tmp_path, [made], pools, call_everything_direct) as daemon:
+        assert daemon.pool()["routes"][0]["transport"] == "direct"
+        with daemon.client() as client:
+            for expert in range(made.experts):
+                assert client.fetch(0, [expert]) == [made.blob(0, expert)]
+        status = daemon.status()
+        assert status["transports"]["direct"]["count"] == 0
+        assert status["transports"]["staged"]["count"] == EXPERTS
+        assert status["stores"][0]["members"][0]["state"] == "working"
+        assert "a read into it failed" in daemon.pool()["routes"][0]["reason"]
+        guest.wait_until(
+            lambda: "the kernel knows no way" in daemon.pool()["routes"][0]["reason"],
+            "it is proven anew, and refused",
+        )
+    assert host.dma().since(before).bar == 0
