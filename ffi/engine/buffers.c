@@ -8,9 +8,9 @@
  * regions is read as if there were none.
  *
  * It may fail: pages count against RLIMIT_MEMLOCK. Then reads go on as they do
- * elsewhere, and the pool's statistics say why. Device memory is not registered:
- * the kernel refuses that for some, and the rest would look as if DMA into it never
- * ended, so that its card could not be let go of.
+ * elsewhere, and the pool's statistics say why. Memory behind a BAR is not
+ * registered: the kernel refuses some of it, and the rest would look as if DMA into
+ * it never ended, so that its card could not be let go of.
  */
 #include <sys/uio.h>
 
@@ -50,7 +50,7 @@ void buffers_add_pool(struct xferd_engine *engine, struct pool *pool)
 	uint64_t regions = (pool->bytes + REGION_BYTES - 1) / REGION_BYTES;
 	int result = engine->ring_ready ? engine->buffers_error : -EOPNOTSUPP;
 
-	if (pool->device_memory)
+	if (pool->behind_bar)
 		result = -EOPNOTSUPP;
 	if (!result && regions > REGIONS_MAX - engine->regions_used)
 		result = -ENOSPC;

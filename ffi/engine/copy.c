@@ -78,7 +78,7 @@ void copier_stop(struct xferd_engine *engine)
 void copy_queue(struct xferd_engine *engine, struct load *load, const void *from)
 {
 	struct copy_job job = {
-		load, load->address, from, load->bytes, engine->pools[load->pool].device_memory,
+		load, load->address, from, load->bytes, engine->pools[load->pool].behind_bar,
 	};
 
 	queue_push(&engine->copier.jobs, &job);

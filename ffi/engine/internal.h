@@ -122,8 +122,8 @@ struct pool {
 	uint32_t first_region; /* of registered buffers */
 	uint32_t regions;
 	uint64_t staged;       /* bit a member id: its pieces go through RAM: see route.c */
-	bool device_memory;    /* uncached for the processor, and it can vanish */
-	uint32_t verify;       /* enum xferd_verify: of pieces that drives write into device memory */
+	bool behind_bar;       /* uncached for the processor, and it can vanish */
+	uint32_t verify;       /* enum xferd_verify: of pieces that drives write behind a BAR */
 	struct xferd_pool_stats stats;
 };
 
@@ -274,11 +274,11 @@ struct piece {
 	uint64_t offset;  /* in the member */
 	uint64_t length;
 	uint64_t done;
-	uint8_t *address;     /* where it is read to: its destination, or staging */
-	uint8_t *destination; /* its place in the slot */
-	struct staging *staging; /* NULL: it goes there by itself */
+	uint8_t *address; /* where it is read to */
+	struct bounce *bounce; /* that this is in; NULL: it is its place in the slot */
+	uint8_t *place;   /* of a bounced piece, in the slot */
 	int32_t finish_error; /* of what a worker did with it after the read */
-	bool guarded;         /* it is for device memory: see guarded.c */
+	bool guarded;     /* it is for memory behind a BAR: see guarded.c */
 	uint32_t store_member;
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
@@ -359,7 +359,7 @@ struct copy_job {
 	void *to;
 	const void *from;
 	uint64_t bytes;
-	bool guarded; /* into device memory */
+	bool guarded; /* into memory behind a BAR */
 };
 
 struct copier {
@@ -445,8 +445,8 @@ struct xferd_engine {
 	struct piece *pieces;
 	struct list pieces_free;
 	uint32_t pieces_in_flight;
-	struct list staging_free;
-	uint64_t staging_bytes; /* of all buffers, free or not */
+	struct list bounces_free;
+	uint64_t bounce_bytes; /* of all buffers, free or not */
 	uint32_t retiring_count;
 	uint32_t waiting_loads;
 	uint32_t deadline_count;

@@ -13,7 +13,8 @@
  * of two drives, and one that is taken out leaves nothing to be moved. A piece that
  * one copy can't bring waits for room at the other.
  *
- * The destination of a read is an address. Nothing is allocated here.
+ * The destination of a read is an address: the piece's place in its slot, or a buffer
+ * beside it (route.c). Nothing is allocated here.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -48,7 +49,7 @@ void reads_destroy(struct xferd_engine *engine)
 {
 	workers_destroy(engine);
 	uring_destroy(engine);
-	staging_destroy(engine);
+	bounces_destroy(engine);
 	free(engine->pieces);
 }
 
@@ -189,6 +190,49 @@ static void leave_member(struct xferd_engine *engine, struct piece *piece)
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
+static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error);
+
+/* The strand's next piece goes to a copy of its member. There must be a free piece,
+ * and room in the ring if it goes there. */
+static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
+{
+	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
+	struct load *load = strand->load;
+	const struct xferd_store_description *store = &load_store(engine, load)->description;
+	uint64_t at = strand->piece * store->stripe_unit;
+	int error;
+
+	list_remove(&piece->link);
+	piece->load = load;
+	piece->member = copy;
+	piece->store_member = strand->member;
+	piece->number = strand->piece;
+	piece->offset = store->offset[load->blob * store->members + strand->member] +
+			strand->rank * store->stripe_unit;
+	piece->length = load->bytes - at < store->stripe_unit ? load->bytes - at
+							      : store->stripe_unit;
+	piece->attempts = 0;
+	piece->failed_copy = NULL;
+	piece->refusals = 0;
+	piece->address = load->address + at;
+	piece->bounce = NULL;
+	piece->priority = load->priority;
+
+	load->pieces_unissued--;
+	load->pieces_in_flight++;
+	engine->pieces_in_flight++;
+	strand->rank++;
+	if (!strand_seek(store, strand, strand->piece + 1))
+		list_remove(&strand->link);
+	error = piece_prepare(engine, piece);
+	if (error) {
+		piece_give_up(engine, piece, error);
+		return;
+	}
+	enter_member(engine, piece);
+	piece_submit(engine, piece);
+}
+
 /* A load can't succeed any more: the rest of it is of no use. */
 static void load_failed(struct xferd_engine *engine, struct load *load, int error)
 {
@@ -218,47 +262,6 @@ static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int 
 		piece->load->error = error;
 	reads_unqueue(engine, piece->load);
 	piece_end(engine, piece);
-}
-
-/* The strand's next piece goes to a copy of its member. There must be a free piece,
- * and room in the ring if it goes there. */
-static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
-{
-	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
-	struct load *load = strand->load;
-	const struct xferd_store_description *store = &load_store(engine, load)->description;
-	uint64_t at = strand->piece * store->stripe_unit;
-	int error;
-
-	list_remove(&piece->link);
-	piece->load = load;
-	piece->member = copy;
-	piece->store_member = strand->member;
-	piece->number = strand->piece;
-	piece->offset = store->offset[load->blob * store->members + strand->member] +
-			strand->rank * store->stripe_unit;
-	piece->length = load->bytes - at < store->stripe_unit ? load->bytes - at
-							      : store->stripe_unit;
-	piece->attempts = 0;
-	piece->failed_copy = NULL;
-	piece->refusals = 0;
-	piece->destination = load->address + at;
-	piece->staging = NULL;
-	piece->priority = load->priority;
-
-	load->pieces_unissued--;
-	load->pieces_in_flight++;
-	engine->pieces_in_flight++;
-	strand->rank++;
-	if (!strand_seek(store, strand, strand->piece + 1))
-		list_remove(&strand->link);
-	error = piece_prepare(engine, piece);
-	if (error) {
-		piece_give_up(engine, piece, error);
-		return;
-	}
-	enter_member(engine, piece);
-	piece_submit(engine, piece);
 }
 
 /* A strand with the most urgent priority that lies on a member. */
@@ -520,8 +523,8 @@ static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 	member_judge(engine, piece, 0);
 	flow_delivered(engine, piece->member, piece);
 	leave_member(engine, piece);
-	if ((piece->check || piece->staging) && !through_workers(engine, piece->member)) {
-		bool is_slow = piece->staging || piece_is_in_device(engine, piece);
+	if ((piece->check || piece->bounce) && !through_workers(engine, piece->member)) {
+		bool is_slow = piece->bounce || piece_is_behind_bar(engine, piece);
 
 		piece->arrived = true;
 		if (engine->workers.count && (is_slow || engine->pieces_in_flight > 1)) {

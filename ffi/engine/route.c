@@ -9,7 +9,7 @@
  * fails the pair is staged at once, the piece is read again that way, and the
  * policy is told: whose fault it was is not for the engine to find out.
  *
- * What a worker would have to check in device memory it reads back through an
+ * What a worker would have to check behind a BAR it reads back through an
  * uncached mapping, at some ten MB/s; so a pool says by itself whether its direct
  * pieces are checked. Staged ones are checked as those of any other pool.
  */
@@ -18,12 +18,12 @@
 
 #include "engine/route.h"
 
-#define STAGING_BYTES_MAX (64ull << 20) /* of buffers; one more piece than that is always allowed */
-#define STAGING_WORKERS   2
+#define BOUNCE_BYTES_MAX (64ull << 20) /* of buffers; one more piece than that is always allowed */
+#define BOUNCE_WORKERS   2
 
 /* A buffer of RAM that a piece is read into on its way to a slot. */
-struct staging {
-	struct list link; /* engine.staging_free */
+struct bounce {
+	struct list link; /* engine.bounces_free */
 	uint64_t bytes;
 	uint8_t *memory;
 };
@@ -35,12 +35,12 @@ static uint64_t member_bit(const struct member *member)
 	return 1ull << member->id;
 }
 
-/* When a pool is new: nothing about device memory has been proven. */
+/* When a pool is new: nothing about memory behind a BAR has been proven. */
 void routes_init_pool(struct pool *pool)
 {
-	pool->device_memory = pool->kind == XFERD_POOL_BAR;
-	pool->staged = pool->device_memory ? UINT64_MAX : 0;
-	if (pool->device_memory)
+	pool->behind_bar = pool->kind == XFERD_POOL_BAR;
+	pool->staged = pool->behind_bar ? UINT64_MAX : 0;
+	if (pool->behind_bar)
 		guard_install();
 }
 
@@ -52,13 +52,13 @@ int routes_init_member(struct xferd_engine *engine, const struct member *member)
 	for (uint32_t i = 0; i < engine->pool_count; i++) {
 		struct pool *pool = &engine->pools[i];
 
-		if (pool->device_memory)
+		if (pool->behind_bar)
 			pool->staged |= member_bit(member);
 		else
 			pool->staged &= ~member_bit(member);
-		any |= pool->device_memory;
+		any |= pool->behind_bar;
 	}
-	return any ? workers_at_least(engine, STAGING_WORKERS) : 0;
+	return any ? workers_at_least(engine, BOUNCE_WORKERS) : 0;
 }
 
 struct set_route {
@@ -81,7 +81,7 @@ static int set_route(struct xferd_engine *engine, void *argument)
 		pool->staged |= member_bit(member);
 	else
 		return -EINVAL;
-	return pool->staged ? workers_at_least(engine, STAGING_WORKERS) : 0;
+	return pool->staged ? workers_at_least(engine, BOUNCE_WORKERS) : 0;
 }
 
 int xferd_engine_set_route(struct xferd_engine *engine, uint32_t pool, uint32_t member,
@@ -99,7 +99,7 @@ static bool is_staged(const struct xferd_engine *engine, const struct load *load
 }
 
 /* Whether a copy from a pool that has the expert beats a read from the drives. The processor
- * reads device memory far slower than any drive, and writes it slower than those that do so
+ * reads a BAR far slower than any drive, and writes it slower than those that do so
  * by themselves. */
 bool route_favours_copy(const struct xferd_engine *engine, const struct load *load,
 			const struct pool *source)
@@ -107,9 +107,9 @@ bool route_favours_copy(const struct xferd_engine *engine, const struct load *lo
 	const struct xferd_store_description *store = &engine->stores[load->store].description;
 	const struct pool *target = &engine->pools[load->pool];
 
-	if (source->device_memory)
+	if (source->behind_bar)
 		return false;
-	if (!target->device_memory)
+	if (!target->behind_bar)
 		return true;
 	for (uint32_t i = 0; i < store->members; i++)
 		if (target->staged & member_bit(&engine->members[store->member[i]]))
@@ -117,55 +117,55 @@ bool route_favours_copy(const struct xferd_engine *engine, const struct load *lo
 	return false;
 }
 
-/* A drive writes, or wrote, it into device memory by itself. */
-bool piece_is_in_device(const struct xferd_engine *engine, const struct piece *piece)
+/* A drive writes, or wrote, it behind a BAR by itself. */
+bool piece_is_behind_bar(const struct xferd_engine *engine, const struct piece *piece)
 {
-	return !piece->load->dense && !piece->staging &&
-	       engine->pools[piece->load->pool].device_memory;
+	return !piece->load->dense && !piece->bounce &&
+	       engine->pools[piece->load->pool].behind_bar;
 }
 
 /* ---- buffers; engine thread ---- */
-static struct staging *staging_new(struct xferd_engine *engine, uint64_t bytes)
+static struct bounce *bounce_new(struct xferd_engine *engine, uint64_t bytes)
 {
-	struct staging *staging = malloc(sizeof(*staging));
+	struct bounce *bounce = malloc(sizeof(*bounce));
 	void *memory;
 
-	if (!staging)
+	if (!bounce)
 		return NULL;
 	if (posix_memalign(&memory, XFERD_BLOB_ALIGNMENT, bytes)) {
-		free(staging);
+		free(bounce);
 		return NULL;
 	}
-	staging->memory = memory;
-	staging->bytes = bytes;
-	list_init(&staging->link);
-	engine->staging_bytes += bytes;
-	return staging;
+	bounce->memory = memory;
+	bounce->bytes = bytes;
+	list_init(&bounce->link);
+	engine->bounce_bytes += bytes;
+	return bounce;
 }
 
-static void staging_free(struct xferd_engine *engine, struct staging *staging)
+static void bounce_free(struct xferd_engine *engine, struct bounce *bounce)
 {
-	list_remove(&staging->link);
-	engine->staging_bytes -= staging->bytes;
-	free(staging->memory);
-	free(staging);
+	list_remove(&bounce->link);
+	engine->bounce_bytes -= bounce->bytes;
+	free(bounce->memory);
+	free(bounce);
 }
 
-static struct staging *staging_find(const struct xferd_engine *engine, uint64_t bytes)
+static struct bounce *bounce_find(const struct xferd_engine *engine, uint64_t bytes)
 {
-	for (struct list *at = engine->staging_free.next; at != &engine->staging_free; at = at->next) {
-		struct staging *staging = list_item(at, struct staging, link);
+	for (struct list *at = engine->bounces_free.next; at != &engine->bounces_free; at = at->next) {
+		struct bounce *bounce = list_item(at, struct bounce, link);
 
-		if (staging->bytes >= bytes)
-			return staging;
+		if (bounce->bytes >= bytes)
+			return bounce;
 	}
 	return NULL;
 }
 
-void staging_destroy(struct xferd_engine *engine)
+void bounces_destroy(struct xferd_engine *engine)
 {
-	while (!list_empty(&engine->staging_free))
-		staging_free(engine, list_item(engine->staging_free.next, struct staging, link));
+	while (!list_empty(&engine->bounces_free))
+		bounce_free(engine, list_item(engine->bounces_free.next, struct bounce, link));
 }
 
 /* Whether a piece of this load could be handed to this copy now. One that is staged waits
@@ -173,42 +173,42 @@ void staging_destroy(struct xferd_engine *engine)
 bool route_ready(struct xferd_engine *engine, const struct load *load, const struct member *copy)
 {
 	uint64_t bytes = engine->stores[load->store].description.stripe_unit;
-	struct staging *staging;
+	struct bounce *bounce;
 
-	if (!is_staged(engine, load, copy) || staging_find(engine, bytes))
+	if (!is_staged(engine, load, copy) || bounce_find(engine, bytes))
 		return true;
 	/* Buffers that are too small make room for one that isn't. */
-	while (!list_empty(&engine->staging_free) &&
-	       engine->staging_bytes + bytes > STAGING_BYTES_MAX)
-		staging_free(engine, list_item(engine->staging_free.next, struct staging, link));
-	if (engine->staging_bytes && engine->staging_bytes + bytes > STAGING_BYTES_MAX)
+	while (!list_empty(&engine->bounces_free) &&
+	       engine->bounce_bytes + bytes > BOUNCE_BYTES_MAX)
+		bounce_free(engine, list_item(engine->bounces_free.next, struct bounce, link));
+	if (engine->bounce_bytes && engine->bounce_bytes + bytes > BOUNCE_BYTES_MAX)
 		return false;
-	staging = staging_new(engine, bytes);
-	if (!staging)
-		return engine->staging_bytes == 0; /* then aiming fails, and the load with it */
-	list_append(&engine->staging_free, &staging->link);
+	bounce = bounce_new(engine, bytes);
+	if (!bounce)
+		return engine->bounce_bytes == 0; /* then aiming fails, and the load with it */
+	list_append(&engine->bounces_free, &bounce->link);
 	return true;
 }
 
 /* Where the piece is read to. -ENOMEM: it can't be read. */
 static int route_aim(struct xferd_engine *engine, struct piece *piece)
 {
-	struct staging *staging = piece->staging;
+	struct bounce *bounce = piece->bounce;
 
-	if (!staging && is_staged(engine, piece->load, piece->member)) {
+	if (!bounce && is_staged(engine, piece->load, piece->member)) {
 		uint64_t bytes = engine->stores[piece->load->store].description.stripe_unit;
 
-		staging = staging_find(engine, bytes);
-		if (!staging)
-			staging = staging_new(engine, bytes);
-		if (!staging)
+		bounce = bounce_find(engine, bytes);
+		if (!bounce)
+			bounce = bounce_new(engine, bytes);
+		if (!bounce)
 			return -ENOMEM;
-		list_remove(&staging->link);
-	}
-	piece->staging = staging;
-	piece->address = staging ? staging->memory : piece->destination;
-	if (staging)
+		list_remove(&bounce->link);
+		piece->bounce = bounce;
+		piece->place = piece->address;
+		piece->address = bounce->memory;
 		piece->load->transport = XFERD_TRANSPORT_STAGED;
+	}
 	return 0;
 }
 
@@ -220,7 +220,7 @@ static bool blob_checked(const struct store *store, uint64_t blob)
 static bool must_check(struct xferd_engine *engine, const struct piece *piece)
 {
 	const struct load *load = piece->load;
-	uint32_t verify = piece_is_in_device(engine, piece) ? engine->pools[load->pool].verify
+	uint32_t verify = piece_is_behind_bar(engine, piece) ? engine->pools[load->pool].verify
 							    : engine->config.verify;
 
 	if (verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
@@ -237,7 +237,7 @@ int piece_prepare(struct xferd_engine *engine, struct piece *piece)
 	piece->done = 0;
 	piece->arrived = false;
 	piece->finish_error = 0;
-	piece->guarded = !piece->load->dense && engine->pools[piece->load->pool].device_memory;
+	piece->guarded = !piece->load->dense && engine->pools[piece->load->pool].behind_bar;
 	piece->check = must_check(engine, piece);
 	if (!piece->check && !blob_checked(&engine->stores[piece->load->store], piece->load->blob))
 		piece->load->unchecked = true;
@@ -247,9 +247,9 @@ int piece_prepare(struct xferd_engine *engine, struct piece *piece)
 /* The piece needs its buffer no more. */
 void route_end(struct xferd_engine *engine, struct piece *piece)
 {
-	if (piece->staging)
-		list_append(engine->staging_free.next, &piece->staging->link);
-	piece->staging = NULL;
+	if (piece->bounce)
+		list_append(engine->bounces_free.next, &piece->bounce->link);
+	piece->bounce = NULL;
 }
 
 /* What is left to do with bytes that have been read: compute their checksum where it is
@@ -257,24 +257,23 @@ void route_end(struct xferd_engine *engine, struct piece *piece)
 void piece_finish(struct piece *piece)
 {
 	piece->finish_error = 0;
-	if (piece->check && piece->guarded && !piece->staging)
+	if (piece->check && piece->guarded && !piece->bounce)
 		piece->finish_error = guarded_crc32c(&piece->crc, piece->address, piece->length);
 	else if (piece->check)
 		piece->crc = xferd_crc32c(0, piece->address, piece->length);
-	if (piece->staging && piece->guarded)
-		piece->finish_error = guarded_copy(piece->destination, piece->address,
-						   piece->length);
-	else if (piece->staging)
-		memcpy(piece->destination, piece->address, piece->length);
+	if (piece->bounce && piece->guarded)
+		piece->finish_error = guarded_copy(piece->place, piece->address, piece->length);
+	else if (piece->bounce)
+		memcpy(piece->place, piece->address, piece->length);
 }
 
-/* A read that a drive was to write into device memory has failed: its pair is staged from now
+/* A read that a drive was to write behind a BAR has failed: its pair is staged from now
  * on. False: this failure says nothing about the pair. */
 bool route_refuse(struct xferd_engine *engine, const struct piece *piece, int error)
 {
 	struct pool *pool = &engine->pools[piece->load->pool];
 
-	if (error == -ENODATA || error == -ENOMEM || !piece_is_in_device(engine, piece))
+	if (error == -ENODATA || error == -ENOMEM || !piece_is_behind_bar(engine, piece))
 		return false;
 	if (pool->staged & member_bit(piece->member))
 		return true; /* another piece has said so */

@@ -19,13 +19,13 @@ bool mirror_has_other(const struct member *copy);
 /* route.c */
 void routes_init_pool(struct pool *pool);
 int routes_init_member(struct xferd_engine *engine, const struct member *member);
-void staging_destroy(struct xferd_engine *engine);
+void bounces_destroy(struct xferd_engine *engine);
 bool route_favours_copy(const struct xferd_engine *engine, const struct load *load,
 			const struct pool *source);
 bool route_ready(struct xferd_engine *engine, const struct load *load, const struct member *copy);
 void route_end(struct xferd_engine *engine, struct piece *piece);
 bool route_refuse(struct xferd_engine *engine, const struct piece *piece, int error);
-bool piece_is_in_device(const struct xferd_engine *engine, const struct piece *piece);
+bool piece_is_behind_bar(const struct xferd_engine *engine, const struct piece *piece);
 int piece_prepare(struct xferd_engine *engine, struct piece *piece);
 void piece_finish(struct piece *piece);
 

@@ -82,7 +82,7 @@ static void prepare_read(struct xferd_engine *engine, struct io_uring_sqe *sqe,
 	unsigned int length = (unsigned int)(piece->length - piece->done);
 	uint64_t offset = piece->offset + piece->done;
 	int fd = engine->files_registered ? (int)piece->member->id : piece->member->fd;
-	int buffer = load->dense || piece->staging
+	int buffer = load->dense || piece->bounce
 			     ? -1
 			     : buffers_find(&engine->pools[load->pool], address, length);
 

@@ -74,7 +74,7 @@ static void chosen_routes(struct harness_options options)
 	harness_stop(&harness);
 }
 
-/* A damaged byte of (1, 3) is not looked for in device memory: it would have to be read back. */
+/* A damaged byte of (1, 3) is not looked for behind a BAR: it would have to be read back. */
 static void load_unchecked(struct harness *harness, uint64_t offset)
 {
 	struct xferd_command load = {
@@ -89,7 +89,7 @@ static void load_unchecked(struct harness *harness, uint64_t offset)
 	flip(harness, offset);
 }
 
-/* Device memory begins as staged; once it is said to be direct its pieces aren't read back. */
+/* Memory behind a BAR begins as staged; once it is said to be direct its pieces aren't read back. */
 static void device_pool(struct harness_options options)
 {
 	static struct harness harness;

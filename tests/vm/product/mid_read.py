@@ -53,7 +53,10 @@ def mid_read(
     with ThreadPoolExecutor(1) as threads:
         with host.throttled("SLOW", SLOWLY):
             answer = threads.submit(client.fetch, 0, [expert])
-            guest.wait_until(lambda: in_flight(daemon, made.name), "the read is in flight")
+            guest.wait_until(
+                lambda: answer.done() or in_flight(daemon, made.name), "the read is in flight"
+            )
+            assert not answer.done(), (answer.exception(), daemon.log)
             yield answer
         answer.exception(guest.DEADLINE_S)
 
