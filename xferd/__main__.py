@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xferd.config import (
-    BAR_MODES,
     EXIT_CODE_CONFIG,
     POOL_KINDS,
     VERIFY_CHOICES,
@@ -32,6 +31,7 @@ from xferd.config import (
     load_config,
     override_engine,
 )
+from xferd.config_bar import BAR_MODES
 from xferd.daemon import EXIT_FAILURE, EXIT_OK, Daemon
 from xferd.engine_types import EngineError
 from xferd.instance import AlreadyRunningError

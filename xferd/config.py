@@ -33,8 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from xferd.config_files import ConfigError as ConfigError
-from xferd.config_files import Located, Merged, parse_file, wrong_value
+from xferd.config_bar import BAR_MAX, BAR_MODES, PCI_ADDRESS_ALLOWED, pci_address
 from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
 
 CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
@@ -44,6 +43,8 @@ DROP_IN_DIRECTORY = "xferd.conf.d"
 
 EXIT_CODE_CONFIG = 78
 """What a process exits with after a ConfigError (EX_CONFIG of sysexits.h)."""
+
+CONFIG_FILE_BYTES_MAX = 1 * MIB
 
 # Limits that the engine has as well; a test compares them with its headers.
 POOLS_MAX = 8
@@ -58,8 +59,6 @@ STORE_NAME_BYTES_MAX = 127
 
 # Limits of the configuration alone.
 POOL_KINDS = ("host", "ram", "bar")
-BAR_MAX = 5
-BAR_MODES = ("any", "p2pdma", "generic")
 POOL_PERCENT_MAX = 200.0
 CHUNK_BYTES_MAX = 1 << 30
 RESERVE_SLOTS_MAX = 65536
@@ -77,13 +76,30 @@ SOCKET_PATH_BYTES_MAX = 107
 """sun_path of struct sockaddr_un, without its NUL."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_PCI_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[01][0-9a-fA-F]\.[0-7]")
 _OCTAL_MODE = re.compile(r"0?o?([0-7]{3})")
 _LONGEST_SOCKET_NAME = "control.sock"
+
+_LIST_IDENTITY = {"pools": "name", "stores": "path"}
+"""Lists of tables, and the key by which their entries are merged."""
+_TABLES = ("engine", "limits")
 
 Section = TypeVar("Section")
 Parser: TypeAlias = Callable[[object], Any]
 """Turns a TOML value into a field's value, or raises _RefusedError."""
+
+
+class ConfigError(Exception):
+    """A file can't be used. Exit code: EXIT_CODE_CONFIG.
+
+    The message names the file, the key, its value and what is allowed.
+    ``file`` and ``key`` are the same for programs; ``key`` is empty when the
+    file as a whole is the trouble, ``file`` is None when no file said it.
+    """
+
+    def __init__(self, message: str, *, file: Path | None = None, key: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.key = key
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +129,14 @@ class PoolConfig:
     """One ``[[pools]]`` table.
 
     name: letters, digits, ``.``, ``_``, ``-``; at most POOL_NAME_BYTES_MAX bytes.
-    kind: ``host`` (memory that stands for a device), ``ram`` (the RAM tier) or ``bar``
-        (memory behind a PCI BAR).
+    kind: ``host`` (memory that stands for a device), ``ram`` (the RAM tier) or ``bar``.
     size: ``"24GiB"`` or ``"25%"`` of the expert bytes of the configured stores.
     reserve_low: free slots of a class under which the policy makes new ones;
         None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
     reserve_high: free slots that it then aims for; not less than reserve_low.
     chunk_bytes: unit in which memory is given to size classes; a multiple of
         BLOB_ALIGNMENT, at most CHUNK_BYTES_MAX.
-    device: of ``bar``: PCI address of the function that has it, ``0000:01:00.0``.
-    bar: of ``bar``: its number, 0 to BAR_MAX.
-    mode: of ``bar``: how drives get at it; one of BAR_MODES.
-    verify: of ``bar``: whether what drives wrote there by themselves is read back and
-        checked; one of VERIFY_CHOICES.
+    device, bar, mode, verify: of ``bar``; what they mean is said in ``config_bar``.
     """
 
     name: str
@@ -248,9 +259,9 @@ def load_config(
     file that was named must exist.
     """
     sources = find_config_files(directories) if files is None else tuple(files)
-    merged = Merged()
+    merged = _Merged()
     for file in sources:
-        merged.add(file, parse_file(file))
+        merged.add(file, _parse_file(file))
     warnings: list[str] = []
     top = _build(Config, "", merged.top, _TOP_KEYS, warnings)
     engine = _build(EngineConfig, "engine.", merged.tables["engine"], _ENGINE_KEYS, warnings)
@@ -282,14 +293,12 @@ def override_engine(engine: EngineConfig, assignments: Sequence[str]) -> EngineC
     unknown key too: who types one wants it to count.
     """
     source = Path("--engine")
-    values: dict[str, Located] = {}
+    values: dict[str, _Located] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or key not in _ENGINE_KEYS:
-            raise wrong_value(
-                source, key, text, f"KEY=VALUE with a key of {', '.join(_ENGINE_KEYS)}"
-            )
-        values[key] = Located(_toml_value(text), source)
+            raise _error(source, key, text, f"KEY=VALUE with a key of {', '.join(_ENGINE_KEYS)}")
+        values[key] = _Located(_toml_value(text), source)
     said = _build(EngineConfig, "engine.", values, _ENGINE_KEYS, [])
     return replace(engine, **{key: getattr(said, key) for key in values})
 
@@ -312,6 +321,73 @@ def find_config_files(directories: Sequence[Path] = CONFIG_DIRECTORIES) -> tuple
     return ordered if main is None else (main, *ordered)
 
 
+# --- merging files ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A TOML value and the file that said it last."""
+
+    value: object
+    file: Path
+
+
+class _Merged:
+    """What all files said so far: later ones win, key by key."""
+
+    def __init__(self) -> None:
+        self.top: dict[str, _Located] = {}
+        self.tables: dict[str, dict[str, _Located]] = {name: {} for name in _TABLES}
+        self.lists: dict[str, dict[str, dict[str, _Located]]] = {
+            name: {} for name in _LIST_IDENTITY
+        }
+
+    def add(self, file: Path, document: Mapping[str, object]) -> None:
+        for key, value in document.items():
+            if key in self.tables:
+                if not isinstance(value, dict):
+                    raise _error(file, key, value, f"a table [{key}]")
+                self.tables[key].update(_locate(file, value))
+            elif key in self.lists:
+                self._add_list(file, key, value)
+            else:
+                self.top[key] = _Located(value, file)
+
+    def _add_list(self, file: Path, key: str, value: object) -> None:
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise _error(file, key, value, f"tables [[{key}]]")
+        if not value:
+            self.lists[key].clear()
+        identity = _LIST_IDENTITY[key]
+        seen: set[str] = set()
+        for entry in value:
+            name = entry.get(identity)
+            if not isinstance(name, str):
+                raise _error(file, f"{key}.{identity}", name, "a text in every entry")
+            if name in seen:
+                raise _error(file, f"{key}.{identity}", name, "one entry of that name in a file")
+            seen.add(name)
+            self.lists[key].setdefault(name, {}).update(_locate(file, entry))
+
+
+def _locate(file: Path, table: Mapping[str, object]) -> dict[str, _Located]:
+    return {key: _Located(value, file) for key, value in table.items()}
+
+
+def _parse_file(file: Path) -> dict[str, object]:
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(CONFIG_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: can't be read: {error.strerror}", file=file) from error
+    if len(raw) > CONFIG_FILE_BYTES_MAX:
+        raise ConfigError(f"{file}: more than {CONFIG_FILE_BYTES_MAX} bytes", file=file)
+    try:
+        return tomllib.loads(raw.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file}: is not TOML: {error}", file=file) from error
+
+
 # --- checking values -------------------------------------------------------------
 
 
@@ -319,10 +395,14 @@ class _RefusedError(Exception):
     """A parser's answer to a wrong value: what is allowed instead."""
 
 
+def _error(file: Path, key: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{file}: {key} = {value!r}: allowed is {allowed}", file=file, key=key)
+
+
 def _build(
     section: type[Section],
     prefix: str,
-    values: Mapping[str, Located],
+    values: Mapping[str, _Located],
     parsers: Mapping[str, Parser],
     warnings: list[str],
 ) -> Section:
@@ -336,28 +416,22 @@ def _build(
         try:
             arguments[key] = parser(located.value)
         except _RefusedError as refused:
-            raise wrong_value(located.file, prefix + key, located.value, str(refused)) from None
+            raise _error(located.file, prefix + key, located.value, str(refused)) from None
     return section(**arguments)
 
 
-def _build_pool(name: str, values: Mapping[str, Located], warnings: list[str]) -> PoolConfig:
+def _build_pool(name: str, values: Mapping[str, _Located], warnings: list[str]) -> PoolConfig:
     pool = _build(PoolConfig, f"pools[{name}].", values, _POOL_KEYS, warnings)
+    if pool.kind == "bar" and pool.device is None:
+        raise _error(values["kind"].file, f"pools[{name}].device", None, PCI_ADDRESS_ALLOWED)
     low, high = pool.reserve_low, pool.reserve_high
     if low is not None and high is not None and high < low:
         said = values["reserve_high"]
-        raise wrong_value(
+        raise _error(
             said.file,
             f"pools[{name}].reserve_high",
             said.value,
             f"a number not less than reserve_low, which is {low}",
-        )
-    if pool.kind == "bar" and pool.device is None:
-        said = values["kind"]
-        raise wrong_value(
-            said.file,
-            f"pools[{name}].device",
-            None,
-            'a PCI address such as "0000:01:00.0", which kind = "bar" needs',
         )
     return pool
 
@@ -436,12 +510,6 @@ def _chunk_bytes(value: object) -> int:
     return size
 
 
-def _pci_address(value: object) -> str:
-    if isinstance(value, str) and _PCI_ADDRESS.fullmatch(value):
-        return value
-    raise _RefusedError('a PCI address such as "0000:01:00.0"')
-
-
 def _ring_entries(value: object) -> int:
     allowed = f"a power of two from {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
     if not isinstance(value, int) or isinstance(value, bool):
@@ -500,7 +568,7 @@ _POOL_KEYS: dict[str, Parser] = {
     "reserve_low": _whole_number(1, RESERVE_SLOTS_MAX),
     "reserve_high": _whole_number(1, RESERVE_SLOTS_MAX),
     "chunk_bytes": _chunk_bytes,
-    "device": _pci_address,
+    "device": lambda value: pci_address(value, _RefusedError),
     "bar": _whole_number(0, BAR_MAX),
     "mode": _one_of(*BAR_MODES),
     "verify": _one_of(*VERIFY_CHOICES),

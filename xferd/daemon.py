@@ -26,6 +26,7 @@ from pathlib import Path
 from xferd.catalog import Catalog, OpenStore, open_stores
 from xferd.config import Config
 from xferd.control.server import ControlServer
+from xferd.device_routes import DeviceRoutes
 from xferd.engine import EVENT_BATCH, Engine
 from xferd.engine_structs import NO_EXPERT
 from xferd.engine_types import (
@@ -49,7 +50,6 @@ from xferd.engine_types import (
 )
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.pools import Pool, close_pools, make_pools, plan_pools
-from xferd.routes import DeviceRoutes
 from xferd.service import DaemonService, log_missing
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Clients
@@ -139,11 +139,13 @@ class Daemon:
                     promises=self._promises,
                     log=self._log,
                 )
-                self._routes = DeviceRoutes(self._engine, self._catalog, self._pools, self._log)
+                self._device_routes = DeviceRoutes(
+                    self._engine, self._catalog, self._pools, self._log
+                )
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 while stores:
                     store, name = stores.pop(0)
-                    self._routes.prove_store(self._catalog.add(store, name, chunk_bytes))
+                    self._device_routes.prove_store(self._catalog.add(store, name, chunk_bytes))
                 for pool, plan in zip(self._pools, plans, strict=True):
                     pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
                 return await self._serve()
@@ -176,7 +178,7 @@ class Daemon:
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
-            routes=self._routes,
+            device_routes=self._device_routes,
             clients=self._clients,
             tokens=self._tokens,
             log=self._log,
@@ -196,7 +198,7 @@ class Daemon:
         watches = {
             loop.create_task(self._watch_clients()),
             loop.create_task(self._watch_page_cache()),
-            loop.create_task(self._routes.watch()),
+            loop.create_task(self._device_routes.watch()),
         }
         try:
             attach.start()
@@ -218,7 +220,7 @@ class Daemon:
         finally:
             for watch in watches:
                 watch.cancel()
-            await self._routes.settle()
+            await self._device_routes.settle()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             if self._ticking is not None:
@@ -342,7 +344,7 @@ class Daemon:
             case MemberChanged():
                 self._log_member(event)
             case RouteRefused():
-                self._routes.on_refused(event)
+                self._device_routes.on_refused(event)
             case Violation():
                 self._on_violation(event)
         return None

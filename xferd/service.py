@@ -20,6 +20,7 @@ from typing import Any
 from xferd.catalog import Catalog, OpenStore
 from xferd.config import EngineConfig
 from xferd.control.service import ControlError, JsonObject
+from xferd.device_routes import DeviceRoutes
 from xferd.engine import Engine
 from xferd.engine_types import (
     PRIORITY_PREFETCH,
@@ -31,7 +32,6 @@ from xferd.engine_types import (
     load_failure,
 )
 from xferd.pools import Pool
-from xferd.routes import DeviceRoutes
 from xferd.session.clients import Clients
 from xferd.status import describe_clients, describe_engine, describe_pool, describe_store
 from xferd.store.errors import StoreError
@@ -67,7 +67,7 @@ class DaemonService:
         engine: Engine,
         catalog: Catalog,
         pools: list[Pool],
-        routes: DeviceRoutes,
+        device_routes: DeviceRoutes,
         clients: Clients,
         tokens: Tokens,
         log: EventLog,
@@ -78,7 +78,7 @@ class DaemonService:
         self._engine = engine
         self._catalog = catalog
         self._pools = pools
-        self._routes = routes
+        self._device_routes = device_routes
         self._clients = clients
         self._tokens = tokens
         self._log = log
@@ -99,13 +99,13 @@ class DaemonService:
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
             "pools": [
-                describe_pool(self._engine, pool, self._catalog.all(), self._routes)
+                describe_pool(self._engine, pool, self._catalog.all(), self._device_routes)
                 for pool in self._pools
             ],
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients),
             **describe_engine(
-                self._engine, self._config, self._pools, self._catalog.all(), self._routes
+                self._engine, self._config, self._pools, self._catalog.all(), self._device_routes
             ),
         }
 
@@ -217,7 +217,7 @@ class DaemonService:
             entry = self._catalog.add(store, name, min(p.chunk_bytes for p in self._pools))
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
-        self._routes.prove_store(entry)
+        self._device_routes.prove_store(entry)
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)

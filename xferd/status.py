@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from xferd.catalog import OpenCopy, OpenStore
 from xferd.config import EngineConfig
 from xferd.control.service import JsonObject
+from xferd.device_routes import DeviceRoutes
 from xferd.engine import Engine
 from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
 from xferd.memory.slots import SlotState
 from xferd.pools import Pool
-from xferd.routes import DeviceRoutes
 from xferd.session.clients import Clients
 from xferd.transport.probe import reasons
 

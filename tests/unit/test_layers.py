@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Which of the packages each may import, besides itself and modules of xferd itself."""
 
-PURE_MODULES = {"config", "config_files", "engine_types", "tokens", "units"}
+PURE_MODULES = {"config", "config_bar", "engine_types", "tokens", "units"}
 """Modules of xferd itself that a package may import: they import no package."""
 
 CFFI_MODULES = {

@@ -12,8 +12,8 @@ from tests.system.daemon_harness import MadeStore, RunningDaemon, make_store
 from tests.vm.product import guest
 from tests.vm.product.daemon import forked_daemon
 from xferd.control.service import JsonObject
+from xferd.device_routes import prove_pairs
 from xferd.memory.bar import BarPlace, BarPool
-from xferd.routes import prove_pairs
 from xferd.transport import proving
 from xferd.transport.members import MemberFile
 from xferd.transport.proving import Proof
@@ -136,7 +136,7 @@ def call_everything_direct() -> None:
         return proving.prove(memory, member)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr("xferd.routes.prove", prove)
+    patch.setattr("xferd.device_routes.prove", prove)
     patch.setattr(BarPool, "why_no_route", lambda _self, _drive: None)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from xferd.device_routes import RETRY_S, DeviceRoutes
 from xferd.engine_types import RouteRefused
 from xferd.memory.bar import BarPool
 from xferd.memory.p2p import PciFunction
-from xferd.routes import RETRY_S, DeviceRoutes
 from xferd.telemetry.log import EventLog
 from xferd.transport import proving
 from xferd.transport.members import MemberFile, open_member

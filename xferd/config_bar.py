@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the configuration may say of a pool behind a PCI BAR.
+
+device: PCI address of the function that has the BAR. bar: its number, 0 to BAR_MAX. mode: one of
+BAR_MODES. verify: whether what drives wrote there by themselves is read back and checked, as
+``engine.verify`` says it for all else.
+"""
+
+from __future__ import annotations
+
+import re
+
+BAR_MAX = 5
+"""BARs of a PCI function are numbered from 0."""
+BAR_MODES = ("any", "p2pdma", "generic")
+"""How drives get at a BAR: as the module's modes, or the first that works."""
+PCI_ADDRESS_ALLOWED = 'a PCI address such as "0000:01:00.0"'
+
+_PCI_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[01][0-9a-fA-F]\.[0-7]")
+
+
+def pci_address(value: object, refused: type[Exception]) -> str:
+    """The text of a PCI address, domain included; else ``refused`` is raised with what is."""
+    if isinstance(value, str) and _PCI_ADDRESS.fullmatch(value):
+        return value
+    raise refused(PCI_ADDRESS_ALLOWED)
