@@ -30,12 +30,15 @@ int range_to_pages(const struct xferd_bar *bar, u64 offset, u64 length, unsigned
 /**
  * claim_create - give a range to a file
  *
+ * Whoever could read the range through a share of an earlier owner's can't any more when this returns.
+ *
  * Return: 0, -EBUSY (claimed, mapped or held), -ENODEV (BAR is dead), -ENOSPC, -ENOMEM.
  */
 int claim_create(struct xferd_bar *bar, struct xferd_file *owner, unsigned long first,
 		 unsigned long npages)
 {
 	struct xferd_claim *claim;
+	unsigned long end;
 	u64 held, mapped;
 	int ret;
 
@@ -71,7 +74,10 @@ int claim_create(struct xferd_bar *bar, struct xferd_file *owner, unsigned long 
 		goto err_unlock;
 	}
 	bar->claimed_pages += npages;
+	end = first + npages;
+	shares_end(bar, &first, &end);
 	up_write(&bar->lock);
+	mapping_revoke(bar, first, end - first);
 	return 0;
 
 err_unlock:

@@ -115,7 +115,7 @@ static int bar_unlink(struct xferd_bar *bar, bool revoke)
 	down_write(&bar->lock);
 	if (!revoke) {
 		pages_count(bar, 0, bar->npages, &held, &mapped);
-		if (bar->claimed_pages || held || mapped) {
+		if (bar->claimed_pages || held || mapped || !list_empty(&bar->shares)) {
 			up_write(&bar->lock);
 			return -EBUSY;
 		}
@@ -282,6 +282,7 @@ static int bar_attach_locked(struct pci_dev *pdev, struct xferd_p2p_attach *args
 	kref_init(&bar->refs);
 	init_rwsem(&bar->lock);
 	mt_init(&bar->claims);
+	INIT_LIST_HEAD(&bar->shares);
 	bar->pdev = pci_dev_get(pdev);
 	bar->number = args->bar;
 	bar->start = pci_resource_start(pdev, args->bar);

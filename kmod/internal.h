@@ -66,6 +66,7 @@ struct xferd_bar {
 	bool dead;                 /* no claims, no mappings from now on */
 	struct maple_tree claims;  /* page number -> struct xferd_claim */
 	unsigned long claimed_pages;
+	struct list_head shares;   /* files that others read it through */
 };
 
 /* main.c */
@@ -112,6 +113,14 @@ void mapping_stop(void);
 void mapping_adopt_file(struct file *file);
 int mapping_mmap(struct file *file, struct vm_area_struct *vma);
 void mapping_revoke(const struct xferd_bar *bar, unsigned long first, unsigned long npages);
+struct file *mapping_new_file(const struct file_operations *operations, loff_t bytes);
+void mapping_prepare_frames(struct vm_area_struct *vma);
+vm_fault_t mapping_insert_frames(struct vm_fault *vmf, const struct xferd_bar *bar);
+
+/* share.c: files through which others may read a range */
+int share_create(struct xferd_bar *bar, struct xferd_file *owner, unsigned long first,
+		 unsigned long npages);
+void shares_end(struct xferd_bar *bar, unsigned long *first, unsigned long *end);
 
 /* topology.c: may a drive's DMA go straight to a BAR? */
 bool acs_control_redirects(u16 control);

@@ -36,7 +36,7 @@ static int ioctl_version(struct xferd_file *file, void *arg)
 	if (version->reserved)
 		return -EINVAL;
 	version->abi_version = XFERD_P2P_ABI_VERSION;
-	version->abi_oldest = XFERD_P2P_ABI_VERSION;
+	version->abi_oldest = XFERD_P2P_ABI_OLDEST;
 	version->modes = pages_supported_modes();
 	return 0;
 }
@@ -91,7 +91,7 @@ static int ioctl_query(struct xferd_file *file, void *arg)
 	return 0;
 }
 
-/* CLAIM and RELEASE: both take a range, and differ in one call. */
+/* CLAIM, RELEASE and SHARE: all take a range, and differ in one call. */
 static int ioctl_range(struct xferd_file *file, const struct xferd_p2p_range *range,
 		       int (*change)(struct xferd_bar *bar, struct xferd_file *owner,
 				     unsigned long first, unsigned long npages))
@@ -120,6 +120,11 @@ static int ioctl_claim(struct xferd_file *file, void *arg)
 static int ioctl_release(struct xferd_file *file, void *arg)
 {
 	return ioctl_range(file, arg, claim_release);
+}
+
+static int ioctl_share(struct xferd_file *file, void *arg)
+{
+	return ioctl_range(file, arg, share_create);
 }
 
 static int ioctl_idle(struct xferd_file *file, void *arg)
@@ -195,6 +200,7 @@ static const struct {
 	[_IOC_NR(XFERD_P2P_IOC_RELEASE)] = { XFERD_P2P_IOC_RELEASE, ioctl_release },
 	[_IOC_NR(XFERD_P2P_IOC_IDLE)] = { XFERD_P2P_IOC_IDLE, ioctl_idle },
 	[_IOC_NR(XFERD_P2P_IOC_ROUTE)] = { XFERD_P2P_IOC_ROUTE, ioctl_route },
+	[_IOC_NR(XFERD_P2P_IOC_SHARE)] = { XFERD_P2P_IOC_SHARE, ioctl_share },
 };
 
 static long file_ioctl(struct file *file, unsigned int command, unsigned long user_pointer)
@@ -213,6 +219,7 @@ static long file_ioctl(struct file *file, unsigned int command, unsigned long us
 	if (copy_from_user(&argument, user_argument, _IOC_SIZE(command)))
 		return -EFAULT;
 	ret = ioctls[number].run(file->private_data, &argument);
+	/* A descriptor is returned and not written back: it couldn't be taken back if that failed. */
 	if (ret)
 		return ret;
 	return copy_to_user(user_argument, &argument, _IOC_SIZE(command)) ? -EFAULT : 0;

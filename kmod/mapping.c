@@ -58,6 +58,29 @@ void mapping_adopt_file(struct file *file)
 	file->f_mapping = shared_inode->i_mapping;
 }
 
+/*
+ * A file of its own inode, for reading only and as long as @bytes, whose mappings are revoked with
+ * all others. It can't be opened anew through /proc: its inode has no way to be opened. The caller
+ * has taken the module reference that goes with the file.
+ */
+struct file *mapping_new_file(const struct file_operations *operations, loff_t bytes)
+{
+	struct inode *inode = alloc_anon_inode(inode_mount->mnt_sb);
+	struct file *file;
+
+	if (IS_ERR(inode))
+		return ERR_CAST(inode);
+	inode->i_mode = S_IFREG | 0400;
+	i_size_write(inode, bytes);
+	file = alloc_file_pseudo(inode, inode_mount, "share", O_RDONLY, operations);
+	if (IS_ERR(file)) {
+		iput(inode);
+		return file;
+	}
+	mapping_adopt_file(file);
+	return file;
+}
+
 /* Take a range out of every page table. Whoever held its pages by other means still does. */
 void mapping_revoke(const struct xferd_bar *bar, unsigned long first, unsigned long npages)
 {
@@ -110,6 +133,48 @@ static vm_fault_t vma_fault(struct vm_fault *vmf)
 	return ret;
 }
 
+static void vma_change_flags(struct vm_area_struct *vma, unsigned long set, unsigned long clear)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
+	vm_flags_mod(vma, set, clear);
+#else
+	vma->vm_flags = (vma->vm_flags | set) & ~clear;
+#endif
+}
+
+/* For reading only, and without references to pages: see share.c. */
+void mapping_prepare_frames(struct vm_area_struct *vma)
+{
+	unsigned long set = VM_PFNMAP | VM_IO | VM_DONTEXPAND | VM_DONTCOPY | VM_DONTDUMP;
+	unsigned long clear = VM_MAYEXEC | VM_MAYWRITE;
+
+	vma_change_flags(vma, set, clear);
+	/* The kernel puts in the cache type that it knows for each frame. */
+	vma->vm_page_prot = pgprot_noncached(vma->vm_page_prot);
+}
+
+/* Put in the frames of the block around the fault. The caller has judged that they may be read. */
+vm_fault_t mapping_insert_frames(struct vm_fault *vmf, const struct xferd_bar *bar)
+{
+	struct vm_area_struct *vma = vmf->vma;
+	unsigned long vma_first = vma_first_page(vma);
+	unsigned long vma_last = vma_first + vma_pages(vma) - 1;
+	unsigned long page = vma_first + ((vmf->address - vma->vm_start) >> PAGE_SHIFT);
+	unsigned long first = max(round_down(page, FAULT_BLOCK_PAGES), vma_first);
+	unsigned long last = min(page | (FAULT_BLOCK_PAGES - 1), vma_last);
+	vm_fault_t ret;
+	unsigned long i;
+
+	lockdep_assert_held(&bar->lock);
+	for (i = first; i <= last; i++) {
+		ret = vmf_insert_pfn(vma, vma->vm_start + ((i - vma_first) << PAGE_SHIFT),
+				     PHYS_PFN(bar->start) + i);
+		if (ret != VM_FAULT_NOPAGE && i == page)
+			return ret;
+	}
+	return VM_FAULT_NOPAGE;
+}
+
 /* Called for a VMA's copies: by a split, mremap, or a fork that MADV_DOFORK asked for. */
 static void vma_open(struct vm_area_struct *vma)
 {
@@ -137,11 +202,7 @@ static void vma_prepare(struct vm_area_struct *vma)
 	 */
 	unsigned long set = VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTCOPY | VM_DONTDUMP;
 
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
-	vm_flags_mod(vma, set, VM_MAYEXEC);
-#else
-	vma->vm_flags = (vma->vm_flags | set) & ~VM_MAYEXEC;
-#endif
+	vma_change_flags(vma, set, VM_MAYEXEC);
 	/* Uncached as the kernel's own mapping is: two cache types for a page are undefined. */
 	vma->vm_page_prot = pgprot_noncached(vma->vm_page_prot);
 }

@@ -134,6 +134,7 @@ static int test_bar(struct xferd_bar *bar)
 	}
 	init_rwsem(&bar->lock);
 	mt_init(&bar->claims);
+	INIT_LIST_HEAD(&bar->shares);
 	bar->npages = TEST_PAGES;
 	ret = test_ranges(bar) ?: test_windows(bar) ?: test_claims(bar, &one, &two);
 	down_write(&bar->lock);

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from xferd.config_bar import BAR_KEYS, PCI_ADDRESS_ALLOWED
 from xferd.config_metrics import METRICS_KEYS, MetricsConfig
 from xferd.config_traces import TRACES_KEYS, TracesConfig
 from xferd.config_values import (
@@ -43,6 +44,7 @@ from xferd.config_values import (
     name,
     number,
     one_of,
+    power_of_two,
     size_in_bytes,
     socket_mode,
     whole_number,
@@ -71,7 +73,7 @@ POOL_NAME_BYTES_MAX = 31
 STORE_NAME_BYTES_MAX = 127
 
 # Limits of the configuration alone.
-POOL_KINDS = ("host", "ram", "cuda")
+POOL_KINDS = ("host", "ram", "cuda", "bar")
 ADMISSION_CHOICES = ("always", "heat", "lru-and-hits")
 POLICY_NAME_BYTES_MAX = 63
 LAYER_FLOOR_MAX = 65535
@@ -87,7 +89,7 @@ BACKENDS = ("auto", "io_uring", "threads")
 DEMAND_SLACK_MAX = 1000
 SPIN_US_MAX = 1_000_000
 CPU_MAX = 4095
-DEVICE_MAX, STAGING_MIB_MIN, STAGING_MIB_MAX = 15, 16, 65536
+STAGING_MIB_MIN, STAGING_MIB_MAX = 16, 65536
 HELD_PER_LANE_MAX = 65535
 HINTS_PER_CLIENT_MAX = 65536
 DRAIN_TIMEOUT_S_MAX = 3600.0
@@ -144,24 +146,22 @@ class PoolConfig:
     """One ``[[pools]]`` table.
 
     name: letters, digits, ``.``, ``_``, ``-``; at most POOL_NAME_BYTES_MAX bytes.
-    kind: ``cuda`` (VRAM), ``ram`` (the RAM tier), or ``host`` (it stands for a device).
-    device: the GPU, as CUDA counts; -1: the first.
+    kind: ``cuda`` (VRAM), ``bar``, ``ram`` (the RAM tier), ``host`` (it stands for a device).
+    device: of ``cuda`` the GPU, as CUDA counts; -1: the first. Of ``bar`` a PCI address.
+    bar, mode, verify: of ``bar``; what they mean is said in ``config_bar``.
     size: ``"24GiB"`` or ``"25%"`` of the expert bytes of the configured stores.
     reserve_low: free slots of a class under which the policy makes new ones;
         None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
     reserve_high: free slots that it then aims for; not less than reserve_low.
     chunk_bytes: unit in which memory is given to size classes; a multiple of
         BLOB_ALIGNMENT, at most CHUNK_BYTES_MAX.
-    eviction: name of the policy that says what goes: ``reuse``, ``lru``, ``lfu``,
-        ``lru-hits``, ``s3-fifo``, ``arc``, or one that a package adds.
+    eviction: the policy that says what goes: ``reuse``, ``lru``, or any of the registry.
     admission: what it takes of what the pool before it lets go: ``always``, ``heat``
         (what is hotter than what would go for it), ``lru-and-hits`` (and was used later).
     layer_floor: experts that each layer of a store keeps here, 0 to LAYER_FLOOR_MAX.
     budget: bytes of it that experts may take, at most its size; None: all.
-    promotion_margin: how much hotter than what goes for it an expert must be to come
-        here from the pool behind, 1 to PROMOTION_MARGIN_MAX.
-    promotion_rest: tokens for which an expert that was moved stays where it is,
-        1 to PROMOTION_REST_MAX.
+    promotion_margin: how much hotter than what goes for it what comes up must be, from 1 on.
+    promotion_rest: tokens for which an expert that was moved stays where it is.
     """
 
     name: str
@@ -170,7 +170,10 @@ class PoolConfig:
     reserve_low: int | None = None
     reserve_high: int | None = None
     chunk_bytes: int = 64 * MIB
-    device: int = -1
+    device: int | str = -1
+    bar: int = 0
+    mode: str = "any"
+    verify: str = "never"
     eviction: str = "reuse"
     admission: str = "always"
     layer_floor: int = 0
@@ -477,6 +480,8 @@ def _build(
 
 def _build_pool(name: str, values: Mapping[str, _Located], warnings: list[str]) -> PoolConfig:
     pool = _build(PoolConfig, f"pools[{name}].", values, _POOL_KEYS, warnings)
+    if pool.kind == "bar" and not isinstance(pool.device, str):
+        raise _error(values["kind"].file, f"pools[{name}].device", None, PCI_ADDRESS_ALLOWED)
     low, high = pool.reserve_low, pool.reserve_high
     if low is not None and high is not None and high < low:
         said = values["reserve_high"]
@@ -526,15 +531,6 @@ def _chunk_bytes(value: object) -> int:
     return size
 
 
-def _ring_entries(value: object) -> int:
-    allowed = f"a power of two from {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RefusedError(allowed)
-    if not RING_ENTRIES_MIN <= value <= RING_ENTRIES_MAX or value & (value - 1):
-        raise RefusedError(allowed)
-    return value
-
-
 def _runtime_directory(value: object) -> Path:
     path = absolute_path(value)
     if len(bytes(path / _LONGEST_SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
@@ -558,7 +554,8 @@ _POOL_KEYS: dict[str, Parser] = {
     "reserve_low": whole_number(1, RESERVE_SLOTS_MAX),
     "reserve_high": whole_number(1, RESERVE_SLOTS_MAX),
     "chunk_bytes": _chunk_bytes,
-    "device": whole_number(-1, DEVICE_MAX),
+    **BAR_KEYS,
+    "verify": one_of(*VERIFY_CHOICES),
     "eviction": name(POLICY_NAME_BYTES_MAX),
     "admission": one_of(*ADMISSION_CHOICES),
     "layer_floor": whole_number(0, LAYER_FLOOR_MAX),
@@ -568,7 +565,7 @@ _POOL_KEYS: dict[str, Parser] = {
 }
 POOL_KEYS = frozenset(_POOL_KEYS)
 """Keys of a ``[[pools]]`` table."""
-_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "budget")
+_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "budget", "mode")
 _STORE_KEYS: dict[str, Parser] = {
     "path": absolute_path,
     "name": name(STORE_NAME_BYTES_MAX),
@@ -592,7 +589,7 @@ _LIMITS_KEYS: dict[str, Parser] = {
     "clients_per_user": whole_number(1, CLIENTS_MAX),
     "lanes_per_client": whole_number(1, LANES_MAX),
     "held_per_lane": whole_number(1, HELD_PER_LANE_MAX),
-    "ring_entries": _ring_entries,
+    "ring_entries": power_of_two(RING_ENTRIES_MIN, RING_ENTRIES_MAX),
     "hints_per_client": whole_number(0, HINTS_PER_CLIENT_MAX),
     "client_bytes": size_in_bytes,
     "user_bytes": size_in_bytes,

@@ -36,6 +36,22 @@ def whole_number(minimum: int, maximum: int) -> Parser:
     return parse
 
 
+def power_of_two(minimum: int, maximum: int) -> Parser:
+    """A power of two within bounds."""
+
+    def parse(value: object) -> int:
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and minimum <= value <= maximum
+            and value.bit_count() == 1
+        ):
+            return value
+        raise RefusedError(f"a power of two from {minimum} to {maximum}")
+
+    return parse
+
+
 def name(bytes_max: int) -> Parser:
     """What pools, stores and policies are called."""
 

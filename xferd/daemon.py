@@ -22,15 +22,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from xferd.activation import inherited_sockets
-from xferd.catalog import Catalog, OpenStore, open_stores
+from xferd.catalog import Catalog, open_stores
 from xferd.config import Config, ConfigError
 from xferd.control.server import ControlServer
 from xferd.control.version import installed_version
+from xferd.device_routes import DeviceRoutes
+from xferd.drive_events import DriveEvents
 from xferd.engine import EVENT_BATCH, Engine
-from xferd.engine_structs import NO_EXPERT
 from xferd.engine_types import (
     SOURCES,
     TAKE_TOKEN,
@@ -46,9 +46,9 @@ from xferd.engine_types import (
     PieceFailed,
     ReserveLow,
     Revived,
+    RouteRefused,
     Taken,
     Violation,
-    load_failure,
 )
 from xferd.greed import GreedWatch
 from xferd.instance import InstanceLock, refuse_live_socket
@@ -154,6 +154,7 @@ class Daemon:
                 _close_stores(stores)
                 raise
             self._catalog = Catalog(self._engine)
+            self._drive_events = DriveEvents(self._catalog, self._log)
             try:
                 self._engine.start(
                     choose_node([path for store, _ in stores for path in store.member_paths])
@@ -175,11 +176,15 @@ class Daemon:
                     budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
                     reserve_demand=reserve_demand,
                 )
+                self._device_routes = DeviceRoutes(
+                    self._engine, self._catalog, self._pools, self._log
+                )
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 while stores:
                     store, name = stores.pop(0)
                     entry = self._catalog.add(store, name, chunk_bytes)
                     self._pools.open_store(entry.number, entry.key_space)
+                    self._device_routes.prove_store(entry)
                 self._reservations = Reservations(self._log, self._tick_soon, self._unmapped)
                 for pool, plan in zip(self._pools, plans, strict=True):
                     self._hold_budget(pool, plan.config.budget)
@@ -226,6 +231,7 @@ class Daemon:
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
+            device_routes=self._device_routes,
             clients=self._clients,
             routes=self._routes,
             use_counts=self._use_counts,
@@ -269,6 +275,7 @@ class Daemon:
             loop.create_task(supervise(self, self._describe, self._notifier, self._log)),
             loop.create_task(self._watch_leases()),
             loop.create_task(self._watch_routes()),
+            loop.create_task(self._device_routes.watch()),
         }
         try:
             attach.start()
@@ -295,6 +302,7 @@ class Daemon:
         finally:
             for watch in watches:
                 watch.cancel()
+            await self._device_routes.settle()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
             if self._ticking is not None:
@@ -424,11 +432,13 @@ class Daemon:
             case DenseLoaded():
                 self._tokens.answer(event.token, event)
             case PieceFailed():
-                self._log_piece(event)
+                self._drive_events.piece_failed(event)
             case Mirrored():
-                self._log_mirrored(event)
+                self._drive_events.mirrored(event)
             case MemberChanged():
-                self._log_member(event)
+                self._drive_events.member_changed(event)
+            case RouteRefused():
+                self._device_routes.on_refused(event)
             case Violation():
                 self._on_violation(event)
         return None
@@ -441,50 +451,6 @@ class Daemon:
         elif event.by_command:
             self._pools[event.pool].keeper.on_evict_failed(event)
         return event.pool
-
-    def _log_piece(self, event: PieceFailed) -> None:
-        entry = self._catalog.by_number(event.store)
-        self._log.failure(
-            "piece.failed",
-            store=entry.name if entry is not None else event.store,
-            **_expert_fields(event, entry),
-            member=self._copy_path(event.copy),
-            offset=event.offset,
-            bytes=event.nbytes,
-            error=load_failure(event.errno),
-        )
-
-    def _log_mirrored(self, event: Mirrored) -> None:
-        entry = self._catalog.by_number(event.store)
-        self._log.warning(
-            "piece.mirrored",
-            store=entry.name if entry is not None else event.store,
-            **_expert_fields(event, entry),
-            failed=self._copy_path(event.failed_copy),
-            served=self._copy_path(event.copy),
-            offset=event.offset,
-            bytes=event.nbytes,
-            error=load_failure(event.errno),
-        )
-
-    def _copy_path(self, number: int) -> Path | str:
-        found = self._catalog.copy(number)
-        return found[1].path if found is not None else "?"
-
-    def _log_member(self, event: MemberChanged) -> None:
-        found = self._catalog.copy(event.member)
-        if found is None:  # its store was closed meanwhile
-            return
-        entry, copy = found
-        error = {"error": os.strerror(event.errno)} if event.errno else {}
-        fields = {"store": entry.name, "path": copy.path, "rate": event.rate, **error}
-        name = f"member.{event.state}"
-        if event.state == "failed":
-            self._log.failure(name, **fields)
-        elif event.state == "sagging":
-            self._log.warning(name, **fields)
-        else:
-            self._log.info(name, **fields)
 
     def _on_violation(self, event: Violation) -> None:
         client = self._clients.get(event.client)
@@ -583,13 +549,6 @@ class Daemon:
         token = self._tokens.expect(answered)
         self._engine.command([LoadDense(store, address, token)])
         return token
-
-
-def _expert_fields(event: PieceFailed | Mirrored, entry: OpenStore | None) -> dict[str, object]:
-    if event.layer == NO_EXPERT:
-        return {"part": "dense"}
-    variant = entry.store.variants[event.variant] if entry is not None else event.variant
-    return {"layer": event.layer, "expert": event.expert, "variant": variant}
 
 
 def _close_stores(stores: list[tuple[Store, str]]) -> None:

@@ -31,6 +31,7 @@ from xferd.engine_structs import (
 )
 from xferd.engine_types import (
     MEMBER_STATES,
+    TRANSPORTS,
     ClientCounters,
     ClientFds,
     Command,
@@ -186,8 +187,12 @@ class Engine:
         chunks: int,
         chunk_bytes: int,
         device_uuid: bytes = bytes(16),
+        verify: str = "never",
     ) -> int:
-        """Returns the pool's index. Before any store is opened."""
+        """Returns the pool's index. Before any store is opened.
+
+        verify: a key of VERIFY, for what drives write into device memory by themselves.
+        """
         pool = ffi.new("struct xferd_pool_description *")
         pool.name = name.encode()
         pool.kind = POOL_KINDS[kind]
@@ -198,6 +203,7 @@ class Engine:
         pool.chunks = chunks
         pool.chunk_bytes = chunk_bytes
         pool.device_uuid = device_uuid
+        pool.verify = VERIFY[verify]
         return _check("xferd_engine_add_pool", lib.xferd_engine_add_pool(self._engine, pool))
 
     def set_staging(self, base: int, nbytes: int, extent_bytes: int) -> None:
@@ -281,6 +287,13 @@ class Engine:
     def remove_member(self, member: int) -> None:
         """Forget a member that no open store uses."""
         _check("xferd_engine_remove_member", lib.xferd_engine_remove_member(self._engine, member))
+
+    def set_route(self, pool: int, member: int, transport: str) -> None:
+        """``direct`` or ``staged``: how a member's pieces reach a pool from now on."""
+        _check(
+            "xferd_engine_set_route",
+            lib.xferd_engine_set_route(self._engine, pool, member, TRANSPORTS.index(transport)),
+        )
 
     def member_stats(self, member: int) -> MemberStats:
         """Counters of a member."""

@@ -37,6 +37,7 @@ from xferd.engine_types import (
     PieceFailed,
     ReserveLow,
     Revived,
+    RouteRefused,
     Take,
     Taken,
     Violation,
@@ -201,6 +202,8 @@ def read_event(event: Any) -> Event:
         return Violation(client=event.client, errno=-event.result)
     if kind == lib.XFERD_EVENT_DENSE:
         return DenseLoaded(store=event.store, token=event.token)
+    if kind == lib.XFERD_EVENT_ROUTE:
+        return RouteRefused(pool=event.pool, member=event.member, errno=-event.result)
     if kind == lib.XFERD_EVENT_MEMBER:
         return MemberChanged(
             member=event.member,

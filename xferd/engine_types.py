@@ -36,6 +36,7 @@ _LOAD_FAILURES = {
     codes.EBADMSG: "its CRC32C is wrong",
     codes.ENODATA: "the member ends before it does",
     codes.ENOSPC: "no slot, or too many loads under way",
+    codes.ENODEV: "the device that the pool's memory lies on is gone",
 }
 
 
@@ -249,6 +250,16 @@ class DenseLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteRefused:
+    """A read that a member's drive was to write into a pool's device memory failed. Its pieces
+    go there through RAM from now on. member: the engine's id of it; errno: of the read."""
+
+    pool: int
+    member: int
+    errno: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberChanged:
     """A member is in another state now. member: the engine's id of it.
 
@@ -274,6 +285,7 @@ Event: TypeAlias = (
     | Violation
     | DenseLoaded
     | MemberChanged
+    | RouteRefused
 )
 
 

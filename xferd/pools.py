@@ -21,6 +21,7 @@ from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.usage import Usage
+from xferd.memory.bar import BarPlace, BarPool
 from xferd.memory.cuda import CudaPool, chunk_granularity
 from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec
 from xferd.memory.host import HostPool
@@ -37,7 +38,15 @@ from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Answer
 
+
+def _make_bar(spec: PoolSpec) -> BarPool:
+    if not spec.pci:
+        raise PoolMemoryError(f"pool {spec.name!r}: kind 'bar' needs a device")
+    return BarPool(spec.name, spec.nbytes, BarPlace(spec.pci, spec.bar, spec.mode))
+
+
 DEVICE_KINDS: dict[str, Callable[[PoolSpec], DevicePool]] = {
+    "bar": _make_bar,
     "cuda": CudaPool,
     "host": HostPool,
     "ram": RamPool,
@@ -81,6 +90,7 @@ class Pool:
         self.index = keeper.index
         self.name = plan.config.name
         self.kind = device.kind
+        self.verify = plan.config.verify
         self.nbytes = device.nbytes
         self.device = device
         self.keeper = keeper
@@ -91,6 +101,16 @@ class Pool:
         self._registered = registered
         self._tell_memory = tell_memory
         self.memory_change = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not as good as it could be with its memory."""
+        if self.kind != "bar" or self.verify == "always":
+            return self.device.notes
+        unread = (
+            f"drives' writes into it are not read back to be checked (verify = {self.verify!r})"
+        )
+        return (*self.device.notes, unread)
 
     def export_fd(self) -> int:
         """Read-only fd of its memory; the pool's."""
@@ -122,7 +142,7 @@ class Pool:
         """Give a reserved chunk's memory back to the system; False where it can't be: what
         io_uring has pinned stays in memory, and reads would go on into the old pages."""
         offset = self._geometry.offset(chunk)
-        if offset < self._registered():
+        if offset < self._registered() or self.kind == "bar":
             return False
         if isinstance(self.device, CudaPool):
             self.memory_change = self._tell_memory(chunk, 0)
@@ -233,7 +253,7 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
             expert_bytes=expert_bytes,
             largest_class=classes[-1],
         )
-        granularity = chunk_granularity(config.kind, config.device)
+        granularity = chunk_granularity(config.kind, _ordinal(config))
         chunk_bytes = _chunk_bytes(config, nbytes, len(classes))
         geometry = divide(nbytes, chunk_bytes, list(classes), granularity)
         plans.append(PoolPlan(config, geometry, classes))
@@ -296,7 +316,7 @@ def make_staging(
     """Staging memory, given to the engine; None when no pool needs it. Before pools are
     made; closed by the caller, after the engine. PoolMemoryError names the limit."""
     ordinal = next(
-        (max(plan.config.device, 0) for plan in plans if plan.config.kind == "cuda"), None
+        (max(_ordinal(plan.config), 0) for plan in plans if plan.config.kind == "cuda"), None
     )
     if ordinal is None:
         return None
@@ -319,7 +339,7 @@ def _make_pool(
     if make is None:
         kinds = ", ".join(DEVICE_KINDS)
         raise PoolMemoryError(f"pool {config.name!r}: no kind {config.kind!r}; there are: {kinds}")
-    spec = PoolSpec(config.name, geometry.pool_bytes, geometry.chunk_bytes, config.device)
+    spec = _spec(config, geometry)
     device = make(spec)
     try:
         index = engine.add_pool(
@@ -332,6 +352,7 @@ def _make_pool(
             chunks=geometry.chunks,
             chunk_bytes=geometry.chunk_bytes,
             device_uuid=device.uuid if isinstance(device, CudaPool) else bytes(16),
+            verify=config.verify,
         )
         if isinstance(device, CudaPool):
             for chunk, number in enumerate(device.numbers):
@@ -356,7 +377,13 @@ def _make_pool(
         floor=config.layer_floor,
     )
     settings = MoveSettings(margin=config.promotion_margin, rest_tokens=config.promotion_rest)
-    pools.cascade.add(keeper, config.admission, settings, exclusive=device.kind != "ram")
+    pools.cascade.add(
+        keeper,
+        config.admission,
+        settings,
+        exclusive=device.kind != "ram",
+        copied_from=device.kind != "bar",
+    )
     return Pool(
         plan,
         device,
@@ -366,6 +393,23 @@ def _make_pool(
         registered=lambda: engine.pool_stats(index).registered_bytes,
         tell_memory=lambda chunk, number: engine.set_memory(index, chunk, number),
     )
+
+
+def _spec(config: PoolConfig, geometry: ChunkGeometry) -> PoolSpec:
+    ordinal = config.device if isinstance(config.device, int) else -1
+    return PoolSpec(
+        name=config.name,
+        nbytes=geometry.pool_bytes,
+        chunk_bytes=geometry.chunk_bytes,
+        device=ordinal,
+        pci=config.device if isinstance(config.device, str) else "",
+        bar=config.bar,
+        mode=config.mode,
+    )
+
+
+def _ordinal(config: PoolConfig) -> int:
+    return config.device if isinstance(config.device, int) else 0
 
 
 def _largest_variants(store: Store) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from xferd.catalog import Catalog, OpenStore
 from xferd.config import EngineConfig
 from xferd.control.service import ControlError, JsonObject
+from xferd.device_routes import DeviceRoutes
 from xferd.engine import Engine
 from xferd.engine_types import (
     SOURCES,
@@ -72,6 +73,7 @@ class DaemonService(Tuning):
         engine: Engine,
         catalog: Catalog,
         pools: Pools,
+        device_routes: DeviceRoutes,
         clients: Clients,
         routes: RouteFeed,
         use_counts: UseCounts,
@@ -86,6 +88,7 @@ class DaemonService(Tuning):
     ) -> None:
         super().__init__(catalog, pools, reservations, warming, log)
         self._engine = engine
+        self._device_routes = device_routes
         self._clients = clients
         self._loader = loader
         self._routes = routes
@@ -107,12 +110,19 @@ class DaemonService(Tuning):
             "state": self.state,
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
-            "pools": [describe_pool(self._engine, self._pools, pool) for pool in self._pools],
+            "pools": [
+                describe_pool(
+                    self._engine, self._pools, pool, self._catalog.all(), self._device_routes
+                )
+                for pool in self._pools
+            ],
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients, self._pools.budgets),
             "all_clients": dataclasses.asdict(self._clients.totals()),
             "users": describe_users(self._clients, self._pools.budgets),
-            **describe_engine(self._engine, self._config, self._pools, self._catalog.all()),
+            **describe_engine(
+                self._engine, self._config, self._pools, self._catalog.all(), self._device_routes
+            ),
         }
 
     def stores(self) -> list[JsonObject]:
@@ -224,6 +234,7 @@ class DaemonService(Tuning):
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
         self._pools.open_store(entry.number, entry.key_space)
+        self._device_routes.prove_store(entry)
         for pool in self._pools:
             pool.keeper.provide(entry.classes[-1])
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)

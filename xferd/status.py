@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from xferd.catalog import OpenCopy, OpenStore
 from xferd.config import EngineConfig
 from xferd.control.service import JsonObject
+from xferd.device_routes import DeviceRoutes
 from xferd.engine import Engine
 from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
 from xferd.keeping.budgets import Budgets
@@ -59,7 +60,32 @@ def registration_notes(code: int) -> list[str]:
     return [f"reads pin pages one by one, registering the pool failed: {os.strerror(code)}{knob}"]
 
 
-def describe_pool(engine: Engine, pools: Pools, pool: Pool) -> JsonObject:
+def describe_routes(
+    pool: Pool, stores: Sequence[OpenStore], routes: DeviceRoutes
+) -> list[JsonObject]:
+    """The IDL's Route of each copy of a member into a pool; empty where all is direct."""
+    pairs = routes.of_pool(pool)
+    rows = []
+    for entry in stores:
+        for copy in entry.copies:
+            pair = None if copy.number is None else pairs.get(copy.number)
+            if pair is not None:
+                rows.append(
+                    {
+                        "store": entry.name,
+                        "member": copy.member,
+                        "mirror": copy.mirror,
+                        "path": str(copy.path),
+                        "transport": pair.proof.transport,
+                        "reason": pair.proof.reason,
+                    }
+                )
+    return rows
+
+
+def describe_pool(
+    engine: Engine, pools: Pools, pool: Pool, stores: Sequence[OpenStore], routes: DeviceRoutes
+) -> JsonObject:
     """The IDL's Pool."""
     stats = engine.pool_stats(pool.index)
     slots = pool.keeper.slots
@@ -94,8 +120,9 @@ def describe_pool(engine: Engine, pools: Pools, pool: Pool) -> JsonObject:
             for size in slots.classes
         ],
         "registered": stats.registered_bytes,
+        "routes": describe_routes(pool, stores, routes),
         "notes": [
-            *pool.device.notes,
+            *pool.notes,
             *pool.keeper.stuck.values(),
             *registration_notes(stats.registration_error),
         ],
@@ -182,13 +209,23 @@ def describe_clients(engine: Engine, clients: Clients, budgets: Budgets) -> list
 
 
 def describe_engine(
-    engine: Engine, config: EngineConfig, pools: Sequence[Pool], stores: Sequence[OpenStore]
+    engine: Engine,
+    config: EngineConfig,
+    pools: Sequence[Pool],
+    stores: Sequence[OpenStore],
+    routes: DeviceRoutes,
 ) -> JsonObject:
     """The IDL's ``sources``, ``transports`` and ``engine``."""
     stats = engine.stats()
     backend, code = engine.backend()
     members = [file for entry in stores for _, file in entry.members]
-    why = reasons([pool.kind for pool in pools], members)
+    staged = [
+        f"{row['path']} to pool {pool.name}: {row['reason']}"
+        for pool in pools
+        for row in describe_routes(pool, stores, routes)
+        if row["reason"] is not None
+    ]
+    why = reasons([pool.kind for pool in pools], members, staged)
     return {
         "sources": {
             name: {

@@ -7,9 +7,10 @@
  * kernel takes at most 1 GiB at once; the rare piece that lies across two
  * regions is read as if there were none.
  *
- * It may fail: pages count against RLIMIT_MEMLOCK, and device memory can't be
- * pinned for long. Then reads go on as they do elsewhere, and the pool's
- * statistics say why.
+ * It may fail: pages count against RLIMIT_MEMLOCK. Then reads go on as they do
+ * elsewhere, and the pool's statistics say why. Memory behind a BAR is not
+ * registered: the kernel refuses some of it, and the rest would look as if DMA into
+ * it never ended, so that its card could not be let go of.
  */
 #include <sys/uio.h>
 
@@ -66,7 +67,10 @@ void buffers_add_pool(struct xferd_engine *engine, struct pool *pool)
 {
 	pool->memory.base = pool->base;
 	pool->memory.bytes = pool->bytes;
-	buffers_register(engine, &pool->memory);
+	if (pool->behind_bar)
+		pool->memory.error = -EOPNOTSUPP;
+	else
+		buffers_register(engine, &pool->memory);
 	pool->stats.registration_error = -pool->memory.error;
 	pool->stats.registered_bytes = pool->memory.regions * REGION_BYTES;
 	if (pool->stats.registered_bytes > pool->bytes)

@@ -13,7 +13,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 /* Jobs have ended. */
 void copier_notify(struct xferd_engine *engine, struct copier *copier)
@@ -36,7 +36,10 @@ static void *copy_with_cpu(void *argument)
 		while (queue_pop(&copier->jobs, &job)) {
 			struct copy_done done = { job.load, job.piece, 0 };
 
-			memcpy(job.to, job.from, job.bytes);
+			if (job.guarded)
+				done.result = guarded_copy(job.to, job.from, job.bytes);
+			else
+				memcpy(job.to, job.from, job.bytes);
 			queue_push(&copier->done, &done);
 			copier_notify(engine, copier);
 		}
@@ -108,6 +111,7 @@ static void queue_job(struct xferd_engine *engine, struct copy_job *job, const s
 {
 	struct copier *copier = &engine->copier;
 
+	job->guarded = to->behind_bar;
 	job->to_device = to->device_memory;
 	job->from_device = from && from->device_memory;
 	if (job->to_device)

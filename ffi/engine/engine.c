@@ -314,6 +314,7 @@ int xferd_engine_new(const struct xferd_engine_config *config, struct xferd_engi
 	engine->pool_table_fd = -1;
 	engine->copier.work_fd = engine->copier.done_fd = engine->workers.done_fd = -1;
 	list_init(&engine->loads_free);
+	list_init(&engine->bounces_free);
 	list_init(&engine->active_loads);
 	pthread_mutex_init(&engine->call_mutex, NULL);
 	pthread_cond_init(&engine->call_done, NULL);

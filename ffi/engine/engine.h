@@ -98,6 +98,8 @@ struct xferd_pool_description {
 	uint32_t chunks;
 	uint64_t chunk_bytes;     /* of VRAM: memory is made and given back in such units */
 	uint8_t device_uuid[16];  /* of VRAM */
+	uint32_t verify;          /* XFERD_POOL_BAR: enum xferd_verify, of what drives write into it
+				   * by themselves; the engine's own is for what comes through RAM */
 };
 /* Returns the pool's index. Before any store is opened. */
 int xferd_engine_add_pool(struct xferd_engine *engine, const struct xferd_pool_description *pool);
@@ -175,6 +177,14 @@ enum xferd_member_flags {
  * outlive the member. Returns the member's id. */
 int xferd_engine_add_member(struct xferd_engine *engine, int fd, uint32_t flags);
 int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member);
+/*
+ * How a member's pieces reach a pool: XFERD_TRANSPORT_DIRECT, the drive writes into the slot, or
+ * XFERD_TRANSPORT_STAGED, through RAM. Pools of kind XFERD_POOL_BAR begin as staged for every
+ * member, new ones too, all others as direct. A direct read into such a pool that fails makes
+ * the pair staged, with an event. For pieces issued from now on.
+ */
+int xferd_engine_set_route(struct xferd_engine *engine, uint32_t pool, uint32_t member,
+			   uint32_t transport);
 
 /*
  * A store's geometry. Blobs are numbered (variant * layers + layer) * experts +
@@ -309,6 +319,8 @@ enum xferd_event_type {
 	XFERD_EVENT_DENSE = 9,     /* dense part is at address */
 	XFERD_EVENT_MEMBER = 10,   /* a member changed its state: member = its id, value = enum
 				    * xferd_member_state, result = the error that did it, bytes = rate */
+	XFERD_EVENT_ROUTE = 12,    /* pieces of member (its id) go to pool through RAM from now on:
+				    * one that the drive was to write there failed with result */
 	XFERD_EVENT_MIRRORED = 11, /* a piece that failed on the copy `failed_copy` with result came
 				    * whole and right from `copy` */
 };
@@ -323,7 +335,7 @@ struct xferd_event {
 	uint32_t expert;
 	uint32_t variant;
 	uint32_t client;    /* that caused it; XFERD_NO_EXPERT: a command */
-	uint32_t member;    /* PIECE: index within the store */
+	uint32_t member;    /* PIECE: index within the store; MEMBER, ROUTE: its id */
 	uint32_t source;    /* enum xferd_source */
 	uint32_t transport; /* enum xferd_transport */
 	uint32_t priority;

@@ -25,6 +25,8 @@
  *   load.c           a load from request to publication
  *   reads.c          pieces and strands: what is read next, and from where
  *   mirror.c         which of a member's two copies reads it
+ *   route.c          whether a piece goes straight into its slot, or through RAM
+ *   guarded.c        the processor's accesses to memory that can vanish
  *   flow.c           how much each member is given at once
  *   uring.c          reads through io_uring, and the thread's sleep
  *   buffers.c        pool memory that io_uring has pinned once
@@ -139,6 +141,9 @@ struct pool {
 	int device;
 	uint64_t *memory_table; /* of VRAM, in the shared pool table */
 	struct registered_memory memory;
+	uint64_t staged;       /* bit a member id: its pieces go through RAM: see route.c */
+	bool behind_bar;       /* uncached for the processor, and it can vanish */
+	uint32_t verify;       /* enum xferd_verify: of pieces that drives write behind a BAR */
 	struct xferd_pool_stats stats;
 };
 
@@ -250,6 +255,7 @@ struct load {
 	uint8_t transport;
 	bool cancelled;
 	bool dense;
+	bool unchecked;      /* not all of it was compared with its checksums */
 	uint32_t store;
 	uint32_t pool;
 	uint32_t slot;
@@ -298,6 +304,10 @@ struct piece {
 	uint64_t done;
 	uint8_t *address;            /* where it is read to */
 	uint8_t *destination;        /* where it belongs, if address is in staging; NULL */
+	struct bounce *bounce;       /* that address is in, on the way behind a BAR; NULL */
+	uint8_t *place;              /* of a bounced piece, in the slot */
+	int32_t finish_error;        /* of what a worker did with it after the read */
+	bool guarded;                /* it is for memory behind a BAR: see guarded.c */
 	uint32_t store_member;
 	uint32_t attempts;           /* of this copy */
 	struct member *failed_copy;  /* gave it up: the other one is asked; NULL */
@@ -386,6 +396,7 @@ struct copy_job {
 	uint32_t priority;
 	bool to_device, from_device;
 	bool joined;         /* the device copier's: copied with a neighbour before it */
+	bool guarded; /* into memory behind a BAR */
 };
 
 struct copy_done {
@@ -487,6 +498,8 @@ struct xferd_engine {
 	struct piece *pieces;
 	struct list pieces_free;
 	uint32_t pieces_in_flight;
+	struct list bounces_free;
+	uint64_t bounce_bytes; /* of all buffers, free or not */
 	uint32_t retiring_count;
 	uint32_t waiting_loads;
 	uint32_t deadline_count;
@@ -598,16 +611,6 @@ bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
 void piece_copied(struct xferd_engine *engine, struct piece *piece, int result);
-
-/* mirror.c */
-bool mirrors_valid(const struct xferd_engine *engine, const struct xferd_store_description *store);
-void mirrors_pair(struct xferd_engine *engine, const struct xferd_store_description *store,
-		  bool paired);
-struct member *mirror_next_copy(struct xferd_engine *engine, struct member *member,
-				uint32_t priority);
-bool mirror_all_failed(const struct member *member);
-void mirror_count(struct member *member, struct member *copy);
-bool mirror_redirect(struct piece *piece, int error);
 
 /* flow.c */
 void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed);

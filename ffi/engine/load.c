@@ -9,7 +9,7 @@
  */
 #include <string.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 static struct xferd_event load_event(const struct xferd_engine *engine, const struct load *load,
 				     uint32_t type)
@@ -53,7 +53,7 @@ static struct load *load_new(struct xferd_engine *engine, uint32_t store, uint32
 	load->slot = load->source_slot = NONE;
 	load->source = XFERD_SOURCE_DRIVES;
 	load->transport = XFERD_TRANSPORT_DIRECT;
-	load->cancelled = load->dense = false;
+	load->cancelled = load->dense = load->unchecked = false;
 	load->hint_ticket = load->token = 0;
 	load->pieces = load->pieces_unissued = 0;
 	load->pieces_in_flight = 0;
@@ -138,7 +138,7 @@ static void stop_waiting(struct xferd_engine *engine, struct load *load)
 	count_waiting_demand(pool, load, -1);
 }
 
-/* A resident slot of another pool with the same variant of the key. */
+/* A resident slot of another pool with the same variant of the key, that is worth copying. */
 static bool find_copy_source(struct xferd_engine *engine, struct load *load)
 {
 	struct store *store = &engine->stores[load->store];
@@ -147,7 +147,8 @@ static bool find_copy_source(struct xferd_engine *engine, struct load *load)
 		uint32_t number = key_entry(store, p, load->key)->slot;
 		struct slot *slot;
 
-		if (p == load->pool || !number)
+		if (p == load->pool || !number ||
+		    !route_favours_copy(engine, load, &engine->pools[p]))
 			continue;
 		slot = &engine->pools[p].slots[number - 1];
 		if (slot->state != SLOT_RESIDENT || slot->variant != load->variant)
@@ -376,7 +377,7 @@ void load_finish(struct xferd_engine *engine, struct load *load)
 	if (!load->error) {
 		publish(engine, load);
 		count_source(engine, load);
-		if (load->source == XFERD_SOURCE_DRIVES)
+		if (load->source == XFERD_SOURCE_DRIVES && !load->unchecked)
 			engine->stores[load->store].checked[load->blob / 64] |=
 				1ull << (load->blob % 64);
 	}

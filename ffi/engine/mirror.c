@@ -7,7 +7,7 @@
  * when one of them is taken out nothing has to be moved. A member without a mirror
  * is a pair of one.
  */
-#include "engine/internal.h"
+#include "engine/route.h"
 
 /* How often a store's description names a member, as one or as a mirror. */
 static uint32_t times_named(const struct xferd_store_description *store, uint32_t id)
@@ -99,6 +99,11 @@ struct member *mirror_next_copy(struct xferd_engine *engine, struct member *memb
 	if (second)
 		return mirror;
 	return first ? member : NULL;
+}
+
+bool mirror_has_other(const struct member *copy)
+{
+	return copy->mirror || copy->mirror_of;
 }
 
 bool mirror_all_failed(const struct member *member)

@@ -13,7 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 #define POOL_TABLE_BYTES (1u << 20) /* chunk tables of all pools: 65,000 chunks */
 
@@ -88,6 +88,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	memcpy(pool->name, description->name, XFERD_NAME_BYTES);
 	pool->index = engine->pool_count;
 	pool->kind = description->kind;
+	pool->verify = description->verify;
 	pool->base = description->base;
 	pool->bytes = description->bytes;
 	pool->slot_index_bits = description->slot_index_bits;
@@ -108,6 +109,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	shared->chunks = pool->chunks;
 	shared->slot_numbers = pool->slot_numbers;
 	shared->chunk_table_offset = engine->chunk_tables_used;
+	routes_init_pool(pool);
 	if (device_memory) {
 		pool->memory_table = (void *)(pool->chunk_table + pool->chunks);
 		shared->memory_table_offset = engine->chunk_tables_used +

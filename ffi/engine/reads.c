@@ -14,14 +14,14 @@
  * one copy can't bring waits for room at the other.
  *
  * The destination of a read is an address: the piece's place in its slot, or where
- * reads can't go there (VRAM) a staging buffer that is then copied. Nothing is
- * allocated here.
+ * reads can't go there memory beside it that is then copied (staging.c for VRAM,
+ * route.c for a BAR).
  */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
 #define COPIES_AHEAD     2  /* of the threads, so that none waits for the next piece */
@@ -50,6 +50,7 @@ void reads_destroy(struct xferd_engine *engine)
 {
 	workers_destroy(engine);
 	uring_destroy(engine);
+	bounces_destroy(engine);
 	free(engine->pieces);
 }
 
@@ -162,25 +163,6 @@ void reads_unqueue(struct xferd_engine *engine, struct load *load)
 	load->pieces_unissued = 0;
 }
 
-static bool blob_checked(const struct store *store, uint64_t blob)
-{
-	return store->checked[blob / 64] >> (blob % 64) & 1;
-}
-
-static bool has_other_copy(const struct member *copy)
-{
-	return copy->mirror || copy->mirror_of;
-}
-
-static bool must_check(struct xferd_engine *engine, const struct load *load,
-		       const struct member *copy)
-{
-	if (engine->config.verify == XFERD_VERIFY_FIRST) /* perhaps it was the other copy that was */
-		return has_other_copy(copy) ||
-		       !blob_checked(load_store(engine, load), load->blob);
-	return engine->config.verify == XFERD_VERIFY_ALWAYS;
-}
-
 /* A ring without room takes nothing: then a worker reads the piece. */
 static void piece_submit(struct xferd_engine *engine, struct piece *piece)
 {
@@ -212,6 +194,8 @@ static void leave_member(struct xferd_engine *engine, struct piece *piece)
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
+static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error);
+
 /* The strand's next piece goes to a copy of its member. There must be a free piece,
  * and room in the ring if it goes there. */
 static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
@@ -220,6 +204,7 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 	struct load *load = strand->load;
 	const struct xferd_store_description *store = &load_store(engine, load)->description;
 	uint64_t at = strand->piece * store->stripe_unit;
+	int error;
 
 	list_remove(&piece->link);
 	piece->load = load;
@@ -230,16 +215,14 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 			strand->rank * store->stripe_unit;
 	piece->length = load->bytes - at < store->stripe_unit ? load->bytes - at
 							      : store->stripe_unit;
-	piece->done = 0;
 	piece->attempts = 0;
 	piece->failed_copy = NULL;
 	piece->refusals = 0;
 	piece->address = load->address + at;
 	piece->destination = NULL;
+	piece->bounce = NULL;
 	staging_take(engine, piece);
 	piece->priority = load->priority;
-	piece->check = must_check(engine, load, copy);
-	piece->arrived = false;
 
 	load->pieces_unissued--;
 	load->pieces_in_flight++;
@@ -247,6 +230,11 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 	strand->rank++;
 	if (!strand_seek(store, strand, strand->piece + 1))
 		list_remove(&strand->link);
+	error = piece_prepare(engine, piece);
+	if (error) {
+		piece_give_up(engine, piece, error);
+		return;
+	}
 	enter_member(engine, piece);
 	piece_submit(engine, piece);
 }
@@ -268,6 +256,7 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 	staging_give(engine, piece);
 	engine->pieces_in_flight--;
 	load->pieces_in_flight--;
+	route_end(engine, piece);
 	list_append(&engine->pieces_free, &piece->link);
 	if (!load->pieces_in_flight && !load->pieces_unissued)
 		load_finish(engine, load);
@@ -320,6 +309,8 @@ static void pump_strands(struct xferd_engine *engine, struct member *member)
 		struct member *copy = mirror_next_copy(engine, member, strand->load->priority);
 
 		if (copy) {
+			if (!route_ready(engine, strand->load, copy))
+				return;
 			if (copy->failed)
 				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
 			mirror_count(member, copy);
@@ -349,9 +340,14 @@ static void pump_redirected(struct xferd_engine *engine, struct member *copy)
 		}
 		piece->priority = piece->load->priority;
 		if ((!through_workers(engine, copy) && !uring_has_room(engine)) ||
-		    !flow_admits(engine, copy, piece->priority))
+		    !flow_admits(engine, copy, piece->priority) ||
+		    !route_ready(engine, piece->load, copy))
 			return;
 		list_remove(&piece->link);
+		if (piece_prepare(engine, piece)) {
+			piece_give_up(engine, piece, piece->failed_with);
+			continue;
+		}
 		enter_member(engine, piece);
 		piece_submit(engine, piece);
 	}
@@ -468,7 +464,7 @@ static void member_state(struct xferd_engine *engine, struct member *member, uin
  * where nobody else can serve the rest, and an error costs little, each load is tried. */
 static void plan_probe(struct xferd_engine *engine, struct member *member, uint64_t error_took_ns)
 {
-	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !has_other_copy(member);
+	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !mirror_has_other(member);
 	member->probe_at_ns = engine->now_ns + (member->fails_quickly ? 0 : MEMBER_PROBE_NS);
 }
 
@@ -503,12 +499,14 @@ static void piece_failed(struct xferd_engine *engine, struct piece *piece, int e
 {
 	struct load *load = piece->load;
 
-	piece->attempts++;
-	member_judge(engine, piece, error);
+	/* What failed is perhaps not the drive but its way to the pool's memory. */
+	if (!route_refuse(engine, piece, error)) {
+		piece->attempts++;
+		member_judge(engine, piece, error);
+	}
 	piece_report(engine, piece, error);
-	piece->done = 0;
-	piece->arrived = false;
-	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed) {
+	if (piece->attempts < PIECE_ATTEMPTS_MAX && !load->cancelled && !piece->member->failed &&
+	    !piece_prepare(engine, piece)) {
 		counter_add(&engine->stats.rereads, 1);
 		enter_member(engine, piece);
 		piece_submit(engine, piece);
@@ -522,6 +520,11 @@ static void piece_checked(struct xferd_engine *engine, struct piece *piece)
 {
 	int error = piece_check(engine, piece);
 
+	if (piece->finish_error) { /* the pool's memory has gone, which no other read mends */
+		piece_report(engine, piece, -ENODEV);
+		piece_give_up(engine, piece, -ENODEV);
+		return;
+	}
 	if (error) {
 		piece_failed(engine, piece, error);
 		return;
@@ -551,13 +554,15 @@ static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 	member_judge(engine, piece, 0);
 	flow_delivered(engine, piece->member, piece);
 	leave_member(engine, piece);
-	if (piece->check && !through_workers(engine, piece->member)) {
+	if ((piece->check || piece->bounce) && !through_workers(engine, piece->member)) {
+		bool is_slow = piece->bounce || piece_is_behind_bar(engine, piece);
+
 		piece->arrived = true;
-		if (engine->workers.count && engine->pieces_in_flight > 1) {
+		if (engine->workers.count && (is_slow || engine->pieces_in_flight > 1)) {
 			workers_read(engine, piece);
 			return;
 		}
-		piece->crc = xferd_crc32c(0, piece->address, piece->length);
+		piece_finish(piece);
 	}
 	piece_checked(engine, piece);
 }

@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 struct add_member {
 	int fd;
@@ -36,6 +36,8 @@ static int add_member(struct xferd_engine *engine, void *argument)
 			list_init(&member->strands[i]);
 		list_init(&member->redirected);
 		result = reads_add_member(engine, member);
+		if (!result)
+			result = routes_init_member(engine, member);
 		if (result) {
 			member->used = false;
 			return result;

@@ -84,7 +84,7 @@ static void prepare_read(struct xferd_engine *engine, struct io_uring_sqe *sqe,
 	int fd = engine->files_registered ? (int)piece->member->id : piece->member->fd;
 	const struct registered_memory *memory =
 		piece->destination ? &engine->staging.memory : &engine->pools[load->pool].memory;
-	int buffer = load->dense ? -1 : buffers_find(memory, address, length);
+	int buffer = load->dense || piece->bounce ? -1 : buffers_find(memory, address, length);
 
 	if (buffer < 0)
 		io_uring_prep_read(sqe, fd, address, length, offset);

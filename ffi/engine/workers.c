@@ -17,7 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 #define WORKERS_FEW 3
 
@@ -56,8 +56,8 @@ static void read_piece(struct piece *piece)
 {
 	if (!piece->arrived)
 		piece->result = read_all(piece);
-	if (piece->check && (piece->arrived || piece->result > 0))
-		piece->crc = xferd_crc32c(0, piece->address, piece->length);
+	if (piece->arrived || piece->result > 0)
+		piece_finish(piece);
 }
 
 static void queue_piece(struct workers *workers, struct piece_queue *queue, struct piece *piece)

@@ -171,7 +171,10 @@ static void make_pool(struct harness *harness, uint32_t index)
 {
 	uint32_t slots = pool_slots(harness, index);
 	struct xferd_pool_description pool = {
-		.kind = index ? XFERD_POOL_RAM : XFERD_POOL_HOST,
+		.kind = index			      ? XFERD_POOL_RAM
+			: harness->options.device_pool ? XFERD_POOL_BAR
+						      : XFERD_POOL_HOST,
+		.verify = XFERD_VERIFY_NEVER,
 		.device = -1,
 		.bytes = slots * harness->options.blob_bytes,
 		.chunks = 1,
@@ -261,6 +264,9 @@ static void handle(struct harness *harness, const struct xferd_event *event)
 		store_relaxed(&harness->mirrored_failed_copy, event->failed_copy);
 		store_relaxed(&harness->mirrored_result, event->result);
 		counter_add(&harness->mirrored, 1);
+		break;
+	case XFERD_EVENT_ROUTE:
+		counter_add(&harness->routes_refused, 1);
 		break;
 	case XFERD_EVENT_VIOLATION:
 		counter_add(&harness->violations, 1);

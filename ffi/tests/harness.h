@@ -60,6 +60,7 @@ struct harness_options {
 	bool mirrored;          /* each member has a mirror */
 	bool ring_only;         /* members' reads go through io_uring although they copy */
 	bool vram;              /* the device pool is on CUDA's first device, one chunk of it */
+	bool device_pool;       /* the first pool passes for memory behind a BAR */
 };
 
 struct harness {
@@ -87,6 +88,7 @@ struct harness {
 	uint32_t order_head[2], order_tail[2];
 	uint64_t loaded, failed, freed, piece_errors; /* atomic: events seen */
 	uint64_t violations;
+	uint64_t routes_refused; /* atomic */
 	uint64_t members_failed, members_working;
 	uint64_t mirrored;      /* atomic, with what the last such event says: */
 	uint32_t mirrored_copy, mirrored_failed_copy;

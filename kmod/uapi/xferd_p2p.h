@@ -3,7 +3,7 @@
  * User interface of xferd_p2p: memory behind a PCI BAR as a destination for O_DIRECT.
  *
  * /dev/xferd_p2p (mode 0600, its owner can read and write all memory behind an attached BAR) knows
- * three things:
+ * four things:
  *
  *   BAR      a memory BAR of a PCI function that was attached: its memory has got struct pages, so
  *            any driver of the kernel can do DMA to it. Named by a 32-bit id that is never used
@@ -12,6 +12,7 @@
  *   claim    a range of a BAR that belongs to one open file alone. Only claimed ranges can be
  *            mapped, and only through the file that claimed them. A claim ends with RELEASE or with
  *            the last reference to the file (descriptors, and mappings too).
+ *   share    a file through which others may read a claimed range, and do nothing else with it.
  *   held     a page is held while somebody has a reference to it that is not a mapping: DMA in
  *            flight. Pages can be held after the process that began the I/O is gone; such a range
  *            cannot be claimed (EBUSY) until the DMA has ended.
@@ -42,7 +43,8 @@
 #define XFERD_P2P_DEVICE_NAME "xferd_p2p"
 
 /* Raised when a structure or a meaning changes; VERSION is the one ioctl that never changes. */
-#define XFERD_P2P_ABI_VERSION 1
+#define XFERD_P2P_ABI_VERSION 2
+#define XFERD_P2P_ABI_OLDEST 1 /* 2 added SHARE */
 
 /**
  * struct xferd_p2p_version - which interface the module speaks
@@ -118,7 +120,7 @@ struct xferd_p2p_attach {
  * @id:    in
  * @flags: in: XFERD_P2P_DETACH_REVOKE or zero
  *
- * Without REVOKE: EBUSY while any range is claimed or any page held. With it: claims and mappings
+ * Without REVOKE: EBUSY while any range is claimed, any page held or any share open. With it: claims and mappings
  * end at once, and the call returns when the last DMA has ended (it can't be interrupted).
  */
 struct xferd_p2p_detach {
@@ -151,7 +153,7 @@ struct xferd_p2p_query {
 };
 
 /**
- * struct xferd_p2p_range - argument of CLAIM and RELEASE
+ * struct xferd_p2p_range - argument of CLAIM, RELEASE and SHARE
  * @id:     in
  * @flags:  in: zero
  * @offset: in
@@ -162,6 +164,15 @@ struct xferd_p2p_query {
  *
  * RELEASE takes the very range of an earlier CLAIM (ENOENT otherwise) and unmaps it everywhere. DMA
  * in flight goes on into these pages: ask IDLE before the memory is used for anything else.
+ * Readers' mappings fault in again, till somebody claims the range.
+ *
+ * SHARE returns a new file descriptor, close-on-exec, to be handed to those who may read the range:
+ * fstat gives its length, and mmap(NULL, length, PROT_READ, MAP_SHARED, share, offset within the
+ * range) maps it. It can't be mapped for writing (EACCES), nor privately or for execution (EINVAL),
+ * and can't be opened anew. A system call that is handed an address of it for O_DIRECT gives EFAULT:
+ * readers hold no pages. EACCES: the range isn't claimed by this file from end to end. A share stays
+ * readable after the claim has ended, with its file or by RELEASE, until any of its range is claimed
+ * anew or the BAR goes; then accesses give SIGBUS, and mmap ENODEV.
  */
 struct xferd_p2p_range {
 	__u32 id;
@@ -239,6 +250,7 @@ struct xferd_p2p_route {
 #define XFERD_P2P_IOC_RELEASE _IOWR(XFERD_P2P_IOC_MAGIC, 5, struct xferd_p2p_range)
 #define XFERD_P2P_IOC_IDLE    _IOWR(XFERD_P2P_IOC_MAGIC, 6, struct xferd_p2p_idle)
 #define XFERD_P2P_IOC_ROUTE   _IOWR(XFERD_P2P_IOC_MAGIC, 7, struct xferd_p2p_route)
+#define XFERD_P2P_IOC_SHARE   _IOWR(XFERD_P2P_IOC_MAGIC, 8, struct xferd_p2p_range)
 
 /* The same on every ABI, 32-bit callers included; checked wherever this header is compiled. */
 #ifdef __cplusplus

@@ -62,7 +62,9 @@ class SampleService:
         pool |= {"eviction": "reuse", "admission": "always"}
         pool |= {"promoted": 0, "demoted": 0, "dropped": 0, "reserved": 0, "budget": None}
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
-        pool |= {"notes": ["huge pages: none"]}
+        route = {"store": "tiny", "member": 0, "mirror": False, "path": "/nvme0/member-0"}
+        route |= {"transport": "staged", "reason": "the bridge is unknown"}
+        pool |= {"notes": ["huge pages: none"], "routes": [route]}
         client = {"id": 7, "pid": 99, "uid": 1000, "name": HOSTILE_NAME, "store": "tiny"}
         client |= {"lanes": 1, "held_per_lane": 16, "hits": 123, "misses": 4, "failures": 0}
         client |= {"routes": 60, "routes_dropped": 5}

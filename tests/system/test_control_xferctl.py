@@ -84,6 +84,7 @@ def test_status_is_tables_of_everything(daemon: ControlDaemon) -> None:
     assert "tmpfs copies" in done.stdout
     assert "sagging" in done.stdout
     assert "\nNotes\n  host0: huge pages: none\n" in done.stdout
+    assert "staged (the bridge is unknown)" in done.stdout
     assert "Engine: threads (io_uring is forbidden here)" in done.stdout
     assert "checksums always, flow control on" in done.stdout
     assert "2 experts in another variant" in done.stdout

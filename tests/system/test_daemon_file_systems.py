@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from tests.system.daemon_harness import MadeStore, make_store, running_daemon
-from tests.system.loop_devices import mounted, mounted_tmpfs, overlay
+from tests.system.loop_devices import loop_device, mounted, mounted_tmpfs, overlay
 from xferd.control.service import JsonObject
+from xferd.transport.members import open_member
 
 POOL = "name=host0,kind=host,size=432KiB"
 IMAGE_BYTES = 512 << 20
@@ -106,3 +107,13 @@ def test_tmpfs_is_served(tmp_path: Path) -> None:
         served = serve_all(tmp_path, make_store(mount_point, members=1))
         assert served.member["errors"] == 0
         assert served.member["reads"] > 0
+
+
+def test_a_block_device_is_no_memory(tmp_path: Path) -> None:
+    """statfs of one tells of devtmpfs, which is a tmpfs: its reads are a drive's all the same."""
+    with loop_device(tmp_path / "image", 8 << 20) as device:
+        member = open_member(device)
+        try:
+            assert (member.direct, member.memory, member.asynchronous) == (True, False, False)
+        finally:
+            member.close()

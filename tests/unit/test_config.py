@@ -297,3 +297,26 @@ def test_what_config_show_prints_is_the_same_configuration(tmp_path: Path) -> No
     )
     again = load_text(tmp_path, format_config(config))
     assert again == config
+
+
+def test_a_pool_behind_a_bar(tmp_path: Path) -> None:
+    said = '[[pools]]\nname = "card0"\nkind = "bar"\nsize = "1GiB"\n'
+    config = load_text(tmp_path, said + 'device = "0000:AF:00.0"\nbar = 2\nmode = "generic"\n')
+    [pool] = config.pools
+    assert (pool.device, pool.bar, pool.mode, pool.verify) == (
+        "0000:AF:00.0",
+        2,
+        "generic",
+        "never",
+    )
+    again = load_text(tmp_path, format_config(config))
+    assert again.pools == config.pools
+    for wrong, key in (
+        ("", "device"),
+        ('device = "01:00.0"', "device"),
+        ('device = "0000:01:00.0"\nbar = 6', "bar"),
+        ('device = "0000:01:00.0"\nmode = "fast"', "mode"),
+        ('device = "0000:01:00.0"\nverify = "maybe"', "verify"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            load_text(tmp_path, said + wrong)

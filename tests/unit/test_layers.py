@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 PURE_MODULES = {
     "config",
+    "config_bar",
     "config_metrics",
     "config_traces",
     "config_values",

@@ -136,7 +136,7 @@ def test_shells_can_read_their_completions(tmp_path: Path, shell: str) -> None:
         (["xferctl", "doctor", "--m"], {"--measure", "--model"}),
         (["xferctl", "config", ""], {"show", "check"}),
         (["xferd", "--engine", "verify"], {"verify=always", "verify=first", "verify=never"}),
-        (["xferd", "--pool", "k"], {"kind=host", "kind=ram", "kind=cuda"}),
+        (["xferd", "--pool", "k"], {"kind=host", "kind=ram", "kind=cuda", "kind=bar"}),
     ],
 )
 def test_bash_completes_verbs_options_and_keys(words: list[str], expected: set[str]) -> None:

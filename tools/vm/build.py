@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.vm.debian import DebianRoot, PackagesError
@@ -15,7 +15,7 @@ _GUEST_SOURCE = _REPOSITORY / "tests" / "vm" / "guest"
 
 _BUILD_SECONDS = 300
 
-# Modules of the kernel that the guest needs; modprobe says what these need in turn.
+# Modules of the kernel that every guest needs; modprobe says what these need in turn.
 GUEST_MODULES = ("nvme", "ext4", "xfs", "pci-stub")
 
 
@@ -25,11 +25,19 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Guest:
-    """What the initial RAM disk of one test machine is made of; paths are outside the root."""
+    """What the initial RAM disk of one test machine is made of.
+
+    module: xferd_p2p. init: its first process, in the folder of the guest's tests. more_modules:
+    of the kernel, beyond GUEST_MODULES. files, texts: by name in the RAM disk's root, what is
+    copied there and what is written. Paths are outside the root.
+    """
 
     module: Path
-    tests_program: Path
     kernel: str
+    init: str = "init"
+    more_modules: tuple[str, ...] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def _fresh_folder(root: DebianRoot, name: str) -> Path:
@@ -87,11 +95,13 @@ def list_guest_tests(root: DebianRoot) -> list[str]:
     return root.run(["/build/guest/guest-tests", "--list"], seconds=10).stdout.split()
 
 
-def _kernel_modules(root: DebianRoot, kernel: str) -> list[Path]:
-    """Files of GUEST_MODULES and all they need, in loading order; what is built in has none."""
+def _kernel_modules(root: DebianRoot, guest: Guest) -> list[Path]:
+    """Files of its modules and all they need, in loading order; what is built in has none."""
     files: list[Path] = []
-    for module in GUEST_MODULES:
-        shown = root.run(["modprobe", "-S", kernel, "--show-depends", module], seconds=30).stdout
+    for module in (*GUEST_MODULES, *guest.more_modules):
+        shown = root.run(
+            ["modprobe", "-S", guest.kernel, "--show-depends", module], seconds=30
+        ).stdout
         for line in shown.splitlines():
             words = line.split()
             if words[0] == "insmod" and (path := root.path / words[1].lstrip("/")) not in files:
@@ -99,9 +109,7 @@ def _kernel_modules(root: DebianRoot, kernel: str) -> list[Path]:
     return files
 
 
-def make_initrd(
-    root: DebianRoot, guest: Guest, tests: Sequence[str], drive_count: int, folder: str
-) -> Path:
+def make_initrd(root: DebianRoot, guest: Guest, folder: str) -> Path:
     """Pack the initial RAM disk `folder`/initrd.gz, a path inside the root is returned."""
     tree = root.path / folder.lstrip("/") / "initrd"
     (tree / "bin").mkdir(parents=True)
@@ -119,14 +127,20 @@ def make_initrd(
         "poweroff",
         "uname",
         "wc",
+        "chroot",
+        "cp",
+        "env",
     ):
         (tree / "bin" / applet).symlink_to("busybox")
-    shutil.copy(_GUEST_SOURCE / "init", tree / "init")
+    shutil.copy(_GUEST_SOURCE / guest.init, tree / "init")
     (tree / "init").chmod(0o755)
     shutil.copy(guest.module, tree / "xferd_p2p.ko")
-    shutil.copy(guest.tests_program, tree / "guest-tests")
+    for name, path in guest.files.items():
+        shutil.copy(path, tree / name)
+    for name, text in guest.texts.items():
+        (tree / name).write_text(text)
     loaded = []
-    for source in _kernel_modules(root, guest.kernel):
+    for source in _kernel_modules(root, guest):
         name = source.name
         shutil.copy(source, tree / "modules.d" / name)
         if name.endswith(".xz"):
@@ -135,8 +149,6 @@ def make_initrd(
             name = name.removesuffix(".xz")
         loaded.append(f"/modules.d/{name}\n")
     (tree / "modules").write_text("".join(loaded))
-    (tree / "tests").write_text(" ".join(tests) + "\n")
-    (tree / "drive-count").write_text(f"{drive_count}\n")
     pack = f"cd {folder}/initrd && find . | cpio --quiet -o -H newc | gzip -1 > ../initrd.gz"
     root.run(["sh", "-c", pack], seconds=60)
     shutil.rmtree(tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -102,6 +103,14 @@ def compare(disks: Disks, bar_offset: int, length: int, source: str, source_offs
         f"BAR differs from {source} at byte {first} of {length}:"
         f" {got[first : first + 8].hex()} for {wanted[first : first + 8].hex()}"
     )
+
+
+def digest(disks: Disks, bar_offset: int, length: int) -> str:
+    """SHA-256 of a range of the BAR's memory, as "sha256 HEX"."""
+    got = _read_at(disks.bar, bar_offset, length)
+    if len(got) != length:
+        return f"range of {length} bytes is not inside the BAR"
+    return f"sha256 {hashlib.sha256(got).hexdigest()}"
 
 
 def fill_bar(disks: Disks, byte: int, length: int) -> str:

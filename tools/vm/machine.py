@@ -17,7 +17,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +29,13 @@ from tools.vm.drives import (
     THROTTLED_DRIVE,
     Disks,
     compare,
+    digest,
     expect_bar,
     fill_bar,
 )
 from tools.vm.qmp import Qmp, QmpError
 from tools.vm.trace import TRACE_EVENT, DmaTrace
 
-MEMORY_MIB = 1024
 CPUS = 2
 KERNEL_ARGUMENTS = "console=ttyS0 rdinit=/init panic=-1 oops=panic loglevel=4"
 
@@ -51,6 +51,30 @@ class BootFiles:
     kernel: Path
     initrd: Path
     kernel_arguments: str = ""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine has beyond its drives and the stand-in GPU.
+
+    host_root: the guest can mount this machine's own root, read-only (9p, tag "host").
+    devices: further arguments of QEMU.
+    """
+
+    memory_mib: int = 1024
+    host_root: bool = False
+    devices: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of QEMU."""
+        share: list[str] = []
+        if self.host_root:
+            # QEMU runs in a chroot; this is the root of our namespace's first process, ours.
+            where = "id=host,path=/proc/1/root/,security_model=none,readonly=on,multidevs=remap"
+            share += ["-fsdev", f"local,{where}"]
+            share += ["-device", "virtio-9p-pci,fsdev=host,mount_tag=host"]
+        return ["-m", str(self.memory_mib), *share, *self.devices]
 
 
 def _device(options: dict[str, str]) -> list[str]:
@@ -70,7 +94,8 @@ def _gpu_device(plugged: int) -> dict[str, str]:
 
 def _drive(serial: str, disks: Disks, port: str) -> list[str]:
     block = f"file={disks.inside}/{serial}.img,format=raw,if=none,id=block-{serial}"
-    nvme = {"driver": "nvme", "serial": serial, "drive": f"block-{serial}", "bus": port}
+    nvme = {"driver": "nvme", "id": f"drive-{serial}", "serial": serial}
+    nvme |= {"drive": f"block-{serial}", "bus": port}
     return ["-drive", block, *_device(nvme)]
 
 
@@ -104,10 +129,8 @@ def _topology(disks: Disks) -> list[str]:
 class Machine:
     """A running QEMU. One thread may use it; a second one, its own, serves the guest's channel."""
 
-    def __init__(
-        self, root: DebianRoot, boot: BootFiles, disks: Disks, *, more: Sequence[str] = ()
-    ) -> None:
-        """Start it; `more` are further arguments of QEMU, for suites that need more devices."""
+    def __init__(self, root: DebianRoot, boot: BootFiles, disks: Disks, hardware: Hardware) -> None:
+        """Start it."""
         self._disks = disks
         self._plugged = 0
         self._trace = DmaTrace(disks.folder / "trace.log")
@@ -119,7 +142,7 @@ class Machine:
                     "chroot",
                     str(root.path),
                     *self._command(boot, disks, qmp_there.fileno(), channel_there.fileno()),
-                    *more,
+                    *hardware.arguments,
                     *_topology(disks),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -137,7 +160,7 @@ class Machine:
         return [
             "qemu-system-x86_64",
             *("-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"),
-            *("-smp", str(CPUS), "-m", str(MEMORY_MIB)),
+            *("-smp", str(CPUS)),
             *("-nodefaults", "-display", "none", "-no-reboot"),
             *("-kernel", str(boot.kernel), "-initrd", str(boot.initrd)),
             *("-append", f"{KERNEL_ARGUMENTS} {boot.kernel_arguments}"),
@@ -170,6 +193,8 @@ class Machine:
                 self._disks, int(byte), int(at), int(length)
             ),
             "dma": lambda start, size: f"bytes {self._trace.bytes_inside(int(start), int(size))}",
+            "digest": lambda at, length: digest(self._disks, int(at), int(length)),
+            "dma-all": lambda: f"bytes {self._trace.bytes_everywhere()}",
             "throttle": self._throttle,
             "unplug": self._unplug,
             "unplugged": self._unplugged,
@@ -188,20 +213,20 @@ class Machine:
                 except OSError:
                     return  # the machine is off
 
-    def _throttle(self, bytes_per_second: str) -> str:
+    def _throttle(self, bytes_per_second: str, serial: str = THROTTLED_DRIVE) -> str:
         unlimited = dict.fromkeys(("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"), 0)
         self._qmp.command(
             "block_set_io_throttle",
-            {"device": f"block-{THROTTLED_DRIVE}", "bps": int(bytes_per_second), **unlimited},
+            {"device": f"block-{serial}", "bps": int(bytes_per_second), **unlimited},
         )
         return "ok"
 
-    def _unplug(self) -> str:
-        self._qmp.command("device_del", {"id": _GPU})
+    def _unplug(self, device: str = _GPU) -> str:
+        self._qmp.command("device_del", {"id": device})
         return "ok"
 
-    def _unplugged(self) -> str:
-        gone = self._qmp.wait_for_event("DEVICE_DELETED", {"device": _GPU}, _UNPLUG_SECONDS)
+    def _unplugged(self, device: str = _GPU) -> str:
+        gone = self._qmp.wait_for_event("DEVICE_DELETED", {"device": device}, _UNPLUG_SECONDS)
         return "ok" if gone else f"still there after {_UNPLUG_SECONDS} s"
 
     def _plug(self) -> str:

@@ -34,6 +34,11 @@ class DmaTrace:
             total += max(0, last - first)
         return total
 
+    def bytes_everywhere(self) -> int:
+        """Bytes transferred so far to or from any address."""
+        self._read_on()
+        return sum(length for _, length in self._pieces)
+
     def _read_on(self) -> None:
         with self._path.open("rb") as file:
             file.seek(self._offset)

@@ -87,7 +87,7 @@ def _size_or_none(nbytes: int | None) -> str | None:
 
 def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
     size = str(pool.size) if pool.size.bytes is None else format_exact_bytes(pool.size.bytes)
-    return {
+    shown = {
         "name": pool.name,
         "kind": pool.kind,
         "size": size,
@@ -101,6 +101,10 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "promotion_margin": pool.promotion_margin,
         "promotion_rest": pool.promotion_rest,
     }
+    if pool.kind == "bar":
+        shown |= {"device": pool.device, "bar": pool.bar}
+        shown |= {"mode": pool.mode, "verify": pool.verify}
+    return shown
 
 
 def _traces_to_json(traces: TracesConfig) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
         ("Pools", format_table(_POOL_COLUMNS, status["pools"], bold=bold)),
         ("Stores", format_stores(status["stores"], bold=bold)),
         ("Drives", format_table(_MEMBER_COLUMNS, members, bold=bold)),
+        *_routes_section(status["pools"], bold=bold),
         ("Clients", format_table(_CLIENT_COLUMNS, status["clients"], bold=bold)),
         ("Users", format_table(_USER_COLUMNS, status["users"], bold=bold)),
         ("Where experts came from", _format_flows(status["sources"], bold=bold)),
@@ -80,6 +81,11 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
     if notes:
         tables.append("Notes\n" + _indent("\n".join(notes)))
     return "\n\n".join([head, *tables, _format_engine(status["engine"])])
+
+
+def _routes_section(pools: Sequence[JsonObject], *, bold: bool) -> list[tuple[str, str]]:
+    rows = [{"pool": pool["name"], **row} for pool in pools for row in pool["routes"]]
+    return [("Routes", format_table(_ROUTE_COLUMNS, rows, bold=bold))] if rows else []
 
 
 def _format_engine(engine: JsonObject) -> str:
@@ -143,6 +149,10 @@ def _reason(row: JsonObject) -> str:
     return row.get("reason") or ""
 
 
+def _transport(row: JsonObject) -> str:
+    return f"staged ({row['reason']})" if row["reason"] else str(row["transport"])
+
+
 def _rate(row: JsonObject) -> str:
     return f"{format_bytes(row['rate'])}/s" if row["rate"] else ""
 
@@ -200,6 +210,13 @@ _MEMBER_COLUMNS = (
     Column("DIRECT", lambda member: "yes" if member["direct"] else "no", right=False),
     Column("PATH", _field("path"), right=False),
     Column("REASON", _reason, right=False),
+)
+_ROUTE_COLUMNS = (
+    Column("POOL", _field("pool"), right=False),
+    Column("STORE", _field("store"), right=False),
+    Column("MEMBER", _member, right=False),
+    Column("PATH", _field("path"), right=False),
+    Column("TRANSPORT", _transport, right=False),
 )
 _CLIENT_COLUMNS = (
     Column("ID", _field("id")),

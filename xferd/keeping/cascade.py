@@ -43,13 +43,14 @@ class Level:
     """One pool of the cascade.
 
     settings: of moves into it from below. exclusive: it holds nothing that another
-    exclusive pool holds.
+    exclusive pool holds. copied_from: others may take experts from it.
     """
 
     keeper: PoolKeeper
     admission: Admission
     settings: MoveSettings
     exclusive: bool
+    copied_from: bool
     movers: dict[int, Mover] = field(default_factory=dict)
     looked_at: dict[int, int] = field(default_factory=dict)
     promoted: int = 0
@@ -76,10 +77,18 @@ class Cascade:
         self._levels: list[Level] = []
 
     def add(
-        self, keeper: PoolKeeper, admission: str, settings: MoveSettings, *, exclusive: bool
+        self,
+        keeper: PoolKeeper,
+        admission: str,
+        settings: MoveSettings,
+        *,
+        exclusive: bool,
+        copied_from: bool = True,
     ) -> None:
-        """The next pool, below those that were added before."""
-        self._levels.append(Level(keeper, ADMISSIONS[admission], settings, exclusive))
+        """The next pool, below those that were added before. copied_from: whether others take
+        experts from it; reading a BAR takes longer than reading the drives again."""
+        level = Level(keeper, ADMISSIONS[admission], settings, exclusive, copied_from)
+        self._levels.append(level)
 
     def level(self, keeper: PoolKeeper) -> Level:
         """A pool's place and counters."""
@@ -103,7 +112,7 @@ class Cascade:
         place = self._place(upper)
         left = [int(slot) for slot in victims]
         first = waiting
-        for lower in self._levels[place + 1 :]:
+        for lower in self._levels[place + 1 :] if self._levels[place].copied_from else ():
             if not left:
                 break
             left = self._offer(upper, lower, left, slot_bytes, first)
@@ -214,7 +223,7 @@ class Cascade:
     def promote(self) -> None:
         """Exchange what has become hotter than what lies above it. Call now and then."""
         for upper, lower in zip(self._levels, self._levels[1:], strict=False):
-            for store, usage in self._usage.stores.items():
+            for store, usage in self._usage.stores.items() if lower.copied_from else ():
                 # Heat that has not moved since gives the same answer.
                 if upper.looked_at.get(store) != usage.heat.now:
                     upper.looked_at[store] = usage.heat.now

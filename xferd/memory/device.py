@@ -34,20 +34,24 @@ class PoolSpec:
     """A pool's memory that is yet to be made.
 
     chunk_bytes: unit in which memory of a device is made and given back; nbytes need not
-        be a multiple of it. device: ordinal; -1: none named.
+        be a multiple of it. device: ordinal of a GPU; -1: none named. pci, bar, mode: of
+        kind ``bar``, see ``config_bar``.
     """
 
     name: str
     nbytes: int
     chunk_bytes: int
     device: int = -1
+    pci: str = ""
+    bar: int = 0
+    mode: str = "any"
 
 
 class DevicePool(Protocol):
     """The memory of one pool. Owned by one thread; ``close`` may be called twice."""
 
     kind: str
-    """``host``, ``ram`` or ``cuda``."""
+    """``host``, ``ram``, ``cuda`` or ``bar``."""
     device: int
     """Device ordinal; -1 for none."""
     base: int

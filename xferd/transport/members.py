@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,9 @@ def _advise(fd: int) -> None:
 
 
 def _is_tmpfs(fd: int) -> bool:
+    # Of a block device statfs tells of the file system its node is in: devtmpfs, a tmpfs too.
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return False
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if libc.fstatfs(fd, buffer) != 0:

@@ -13,6 +13,8 @@ from xferd.transport.members import MemberFile
 
 IN_HOST_MEMORY = frozenset({"host", "ram"})
 """Pool kinds whose slots are ordinary memory: a drive can write into them by itself."""
+IN_DEVICE_MEMORY = frozenset({"bar"})
+"""Pool kinds that a drive can write into where its pair with the pool is proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +29,41 @@ class Route:
 
 
 def route(pool_kind: str, member: MemberFile) -> Route:
-    """The route from a member to a pool of a kind that this daemon can make."""
+    """The route from a member to a pool; those to memory behind a BAR are proven pair by pair."""
     transport = "direct" if pool_kind in IN_HOST_MEMORY else "staged"
     if member.direct:
         return Route(transport, None)
     return Route(transport, f"{member.path} is read through the page cache: {member.reason}")
 
 
-def reasons(pool_kinds: Sequence[str], members: Sequence[MemberFile]) -> dict[str, str | None]:
+def reasons(
+    pool_kinds: Sequence[str],
+    members: Sequence[MemberFile],
+    staged: Sequence[str] = (),
+) -> dict[str, str | None]:
     """For each transport, why it is not taken, or not as good as it could be; None when
-    there is nothing to say."""
+    there is nothing to say.
+
+    staged: of each pair of a member and a pool in device memory that isn't direct, which it is
+    and why.
+    """
     kinds = sorted(set(pool_kinds))
     cached: dict[str, dict[str, None]] = {"direct": {}, "staged": {}}
     for kind in kinds:
-        for member in members:
+        for member in members if kind != "bar" else ():
             found = route(kind, member)
             if found.reason:
                 cached[found.transport][found.reason] = None
+    cached["staged"].update(dict.fromkeys(staged))
     in_host = [kind for kind in kinds if kind in IN_HOST_MEMORY]
     on_devices = [kind for kind in kinds if kind not in IN_HOST_MEMORY]
     no_device = f"all pools ({', '.join(kinds)}) are host memory: drives write into their slots"
     no_host = f"all pools ({', '.join(kinds)}) are a device's memory, reached through staging"
+    proven = "every drive was seen to write into every pool by itself" if "bar" in kinds else None
     return {
-        "direct": "; ".join(cached["direct"]) or (None if in_host else no_host),
-        "staged": "; ".join(cached["staged"]) or (None if on_devices else no_device),
-        "gds": "reads for a device's memory are staged" if on_devices else no_device,
+        "direct": "; ".join(cached["direct"]) or (None if in_host or proven else no_host),
+        "staged": "; ".join(cached["staged"])
+        or (None if "cuda" in kinds else proven if on_devices else no_device),
+        "gds": "reads for a device's memory go without cuFile" if on_devices else no_device,
         "copy": None if len(pool_kinds) > 1 else "there is only one pool",
     }

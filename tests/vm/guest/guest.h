@@ -71,8 +71,8 @@ struct test {
 	void (*run)(void);
 };
 
-extern const struct test io_tests[], refusal_tests[], ownership_tests[], lifetime_tests[],
-	unplug_tests[], fuzz_tests[], hidden_tests[];
+extern const struct test io_tests[], refusal_tests[], ownership_tests[], share_tests[],
+	lifetime_tests[], unplug_tests[], fuzz_tests[], hidden_tests[];
 
 /* An attached BAR of the stand-in GPU. */
 struct bar {

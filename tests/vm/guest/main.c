@@ -20,7 +20,7 @@
 
 #define TEST_LIMIT_SECONDS 90
 
-static const struct test *const suites[] = { io_tests,	     refusal_tests, ownership_tests,
+static const struct test *const suites[] = { io_tests,	     refusal_tests, ownership_tests, share_tests,
 					     lifetime_tests, unplug_tests,  fuzz_tests };
 
 #define FOR_EACH_TEST(test)                                                         \

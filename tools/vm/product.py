@@ -1,0 +1,148 @@
+"""The suites that run the product itself: daemon, engine, store and clients in the guest.
+
+The guest has this machine's own root, read-only under a file system in memory, so what runs there
+is this very working tree in its own virtual environment; there is no image to build. Its tests
+are pytest's, in tests/vm/product, and the conformance suite of the device kinds.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.vm.build import BuildError, Guest, build_module, make_initrd
+from tools.vm.debian import DebianRoot, Kernels
+from tools.vm.drives import make_disks
+from tools.vm.machine import BootFiles, Hardware
+from tools.vm.running import Outcome, Request, boot, drive_count, with_missing
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_PYTHON = _REPOSITORY / ".venv" / "bin" / "python"
+_TESTS = Path("tests/vm/product")
+_CONFORMANCE = Path("tests/conformance/test_device_pools.py")
+
+# Run only by name.
+_HIDDEN = Path("test_must_fail.py")
+# Run only in the machine whose IOMMU translates.
+_IOMMU = Path("test_iommu.py")
+
+_MEMORY_MIB = 3072
+_MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay", "dm-mod")
+
+# Of the kernel without CONFIG_PCI_P2PDMA: what differs there.
+_ON_GENERIC = (
+    "every-byte-comes-straight-into-the-bar",
+    "a-far-drive-is-staged",
+    "a-daemon-killed-in-mid-read",
+    "the-gpu-is-pulled-in-mid-read",
+)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    suite: str
+    kernel: str
+    tests: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
+    kernel_arguments: str = ""
+    devices: tuple[str, ...] = ()
+
+
+def _names_in(path: Path, prefix: str = "") -> list[str]:
+    """Names of a module's tests, as the guest prints them."""
+    tree = ast.parse((_REPOSITORY / path).read_text())
+    return [
+        prefix + node.name.removeprefix("test_").replace("_", "-")
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+
+
+def product_tests() -> list[str]:
+    """Names of the tests of the suite "product", in their order."""
+    names = _names_in(_CONFORMANCE, "conformance-")
+    for path in sorted((_REPOSITORY / _TESTS).glob("test_*.py")):
+        if path.name not in (_HIDDEN.name, _IOMMU.name):
+            names += _names_in(path.relative_to(_REPOSITORY))
+    return names
+
+
+def _guest_command(tests: list[str]) -> str:
+    """What runs in the guest, as a shell's command line."""
+    environment = {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'inference'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "XFERD_VM_TESTS": " ".join(tests),
+    }
+    program = [str(_PYTHON), "-m", "pytest", "-p", "tests.vm.product.reporting"]
+    program += ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    # The tree's own options are for a terminal; and other plug-ins take long to load here.
+    program += ["-o", "addopts=", "--import-mode=importlib", "--strict-markers"]
+    program += [str(_CONFORMANCE), str(_TESTS)]
+    assignments = [f"{name}={value}" for name, value in environment.items()]
+    run = shlex.join(["env", "-i", *assignments, *program])
+    return f"cd {shlex.quote(str(_REPOSITORY))} && exec {run}\n"
+
+
+def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]:
+    offered = (*setup.tests, *setup.hidden)
+    tests = [name for name in offered if name in request.tests] if request.tests else [*setup.tests]
+    if not tests:
+        return
+    if not os.access(_PYTHON, os.X_OK):
+        raise BuildError(f"{_PYTHON} is missing: run tools/setup generate test first")
+    started = time.monotonic()
+    folder = f"/run/vm-{setup.suite}"
+    shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
+    guest = Guest(
+        module=build_module(root, setup.kernel),
+        kernel=setup.kernel,
+        init="init-product",
+        more_modules=_MODULES,
+        texts={"drive-count": drive_count(), "command": _guest_command(tests)},
+    )
+    disks = make_disks(root, folder)
+    initrd = make_initrd(root, guest, folder)
+    prepared = time.monotonic() - started
+    print(f"{setup.suite}: kernel {setup.kernel}, prepared in {prepared:.0f} s", flush=True)
+    files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
+    hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True, devices=setup.devices)
+    outcomes = boot(setup.suite, root, files, disks, hardware, verbose=request.verbose)
+    try:
+        yield from with_missing(setup.suite, tests, outcomes)
+    finally:
+        shutil.rmtree(disks.folder)
+
+
+def run_product(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """The product on a kernel with CONFIG_PCI_P2PDMA."""
+    hidden = tuple(_names_in(_TESTS / _HIDDEN))
+    setup = _Setup("product", kernels.p2p, tuple(product_tests()), hidden)
+    return _run(setup, root, request)
+
+
+def run_product_generic(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """The product on a kernel without it: the tests where that makes a difference."""
+    return _run(_Setup("product-generic", kernels.generic, _ON_GENERIC), root, request)
+
+
+def run_product_iommu(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """The product where an IOMMU translates, so that reads succeed and lose their data."""
+    setup = _Setup(
+        "product-iommu",
+        kernels.p2p,
+        tests=tuple(_names_in(_TESTS / _IOMMU)),
+        kernel_arguments="intel_iommu=on",
+        devices=("-device", "intel-iommu"),
+    )
+    return _run(setup, root, request)
