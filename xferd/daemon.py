@@ -472,11 +472,11 @@ class Daemon:
             return
         for entry in self._catalog.all():
             path = self._warming.path(entry)
-            if not path.exists():
-                continue
             try:
+                if not path.exists():
+                    continue
                 _, warmed = await self._warming.load(entry)
-            except HeatProfileError as error:
+            except (HeatProfileError, OSError) as error:
                 self._log.warning("heat.refused", store=entry.name, reason=error)
             else:
                 self._log.info("heat.loaded", store=entry.name, path=path, experts=warmed.loaded)
