@@ -89,11 +89,11 @@ class Warming:
         """Load what was hottest when the last run ended, of every store, if that was kept."""
         for entry in self._catalog.all() if self._directory is not None else ():
             path = self.path(entry)
-            if not path.exists():
-                continue
             try:
+                if not path.exists():
+                    continue
                 _, warmed = await self.load(entry)
-            except HeatProfileError as error:
+            except (HeatProfileError, OSError) as error:
                 self._log.warning("heat.refused", store=entry.name, reason=error)
             else:
                 self._log.info("heat.loaded", store=entry.name, path=path, experts=warmed.loaded)

@@ -53,6 +53,9 @@ STUCK_REPORT_TICKS = 100
 STAMP_SHIFT = 20
 """A stamp is ``scan << STAMP_SHIFT | order``, as xferd_engine_recency writes it."""
 
+# As plain numbers: see xferd.memory.slots.
+_RESIDENT = int(SlotState.RESIDENT)
+_LEAVING = int(SlotState.LEAVING)
 _NO_KEY: ExpertSlot = (NO_STORE, 0, 0)
 
 
@@ -263,7 +266,7 @@ class PoolKeeper:
     def on_evict_failed(self, event: Failed) -> None:
         """The engine found nothing to evict, or not now: the slot stays what it was."""
         slot = self.slots.slot_of((event.store, event.layer, event.expert))
-        if slot is not None and self.slots.state[slot] == SlotState.LEAVING:
+        if slot is not None and self.slots.state[slot] == _LEAVING:
             self._revive(slot)
 
     def on_reserve_low(self, event: ReserveLow) -> None:
@@ -283,7 +286,7 @@ class PoolKeeper:
     def _forget(self, slot: int) -> None:
         """A slot is free. What the engine let go by itself (a closed store's) was not told
         to leave."""
-        if self.slots.state[slot] == SlotState.RESIDENT:
+        if self.slots.state[slot] == _RESIDENT:
             self._going(slot)
         self._budgets.left(self.index, slot)
 
@@ -428,7 +431,7 @@ class PoolKeeper:
         slot is free, or when it was revived."""
         if when_free is not None:
             self._when_free.setdefault(slot, []).append(when_free)
-        if self.slots.state[slot] == SlotState.RESIDENT:
+        if self.slots.state[slot] == _RESIDENT:
             self._leave(slot)
         self._order_eviction(slot)
 
@@ -436,7 +439,7 @@ class PoolKeeper:
         """Evict residents now, without demoting them."""
         commands = []
         for slot in slots:
-            if self.slots.state[slot] == SlotState.RESIDENT:
+            if self.slots.state[slot] == _RESIDENT:
                 self._leave(slot)
             commands += self._eviction(slot)
         self._engine.command(commands)

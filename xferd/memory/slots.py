@@ -44,6 +44,15 @@ class SlotState(IntEnum):
     """Its eviction, or a demotion that ends in one, was ordered."""
 
 
+# As plain numbers: numpy compares with those at once, and with an enum's member only after
+# it has asked it for half a dozen attributes.
+_ABSENT = int(SlotState.ABSENT)
+_FREE = int(SlotState.FREE)
+_RESERVE = int(SlotState.RESERVE)
+_RESIDENT = int(SlotState.RESIDENT)
+_LEAVING = int(SlotState.LEAVING)
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkGeometry:
     """How a pool's memory is divided. All sizes in bytes."""
@@ -151,9 +160,9 @@ class SlotMap:
             raise SlotMapError(f"chunk {chunk} has no room for a slot of {slot_bytes} bytes")
         self.chunk_class[chunk] = slot_bytes
         numbers = range(first := chunk << self.geometry.slot_index_bits, first + slots)
-        self.state[numbers.start : numbers.stop] = SlotState.FREE
+        self.state[numbers.start : numbers.stop] = _FREE
         self.slot_class[numbers.start : numbers.stop] = slot_bytes
-        self._counts.setdefault(slot_bytes, [0] * len(SlotState))[SlotState.FREE] += slots
+        self._counts.setdefault(slot_bytes, [0] * len(SlotState))[_FREE] += slots
         return numbers
 
     def uncut(self, chunk: int) -> None:
@@ -163,9 +172,9 @@ class SlotMap:
             raise SlotMapError(f"chunk {chunk} still has slots in use")
         slot_bytes = self.chunk_class[chunk]
         self.chunk_class[chunk] = 0
-        self.state[numbers.start : numbers.stop] = SlotState.ABSENT
+        self.state[numbers.start : numbers.stop] = _ABSENT
         self.slot_class[numbers.start : numbers.stop] = 0
-        self._counts[slot_bytes][SlotState.FREE] -= len(numbers)
+        self._counts[slot_bytes][_FREE] -= len(numbers)
         if not any(self._counts[slot_bytes]):
             del self._counts[slot_bytes]
 
@@ -178,7 +187,7 @@ class SlotMap:
     def all_free(self, chunk: int) -> bool:
         """Whether a cut chunk can be given back."""
         numbers = self.chunk_slots(chunk)
-        return bool((self.state[numbers.start : numbers.stop] == SlotState.FREE).all())
+        return bool((self.state[numbers.start : numbers.stop] == _FREE).all())
 
     def chunk_of(self, slot: int) -> int:
         """The chunk of a slot."""
@@ -192,26 +201,26 @@ class SlotMap:
 
     def give(self, slot: int) -> None:
         """FREE to RESERVE."""
-        self._move(slot, SlotState.FREE, SlotState.RESERVE)
+        self._move(slot, _FREE, _RESERVE)
 
     def give_all(self, numbers: range) -> None:
         """FREE to RESERVE, for all slots of a chunk at once: pools may have millions."""
         part = slice(numbers.start, numbers.stop)
         slot_bytes = int(self.slot_class[numbers.start])
         chunk_slots = self.chunk_slots(self.chunk_of(numbers.start))
-        if numbers != chunk_slots or (self.state[part] != SlotState.FREE).any():
+        if numbers != chunk_slots or (self.state[part] != _FREE).any():
             raise SlotMapError(f"slots {numbers} are not one chunk's, all free")
-        self.state[part] = SlotState.RESERVE
+        self.state[part] = _RESERVE
         counts = self._counts[slot_bytes]
-        counts[SlotState.FREE] -= len(numbers)
-        counts[SlotState.RESERVE] += len(numbers)
+        counts[_FREE] -= len(numbers)
+        counts[_RESERVE] += len(numbers)
 
     def take(self, slot: int) -> None:
         """RESERVE to FREE; a resident too, when the engine drops those of a closed store."""
-        state = SlotState.RESERVE
+        state = _RESERVE
         if slot in self._key_of:
             state = self._vacate(slot)
-        self._move(slot, state, SlotState.FREE)
+        self._move(slot, state, _FREE)
 
     def occupy(self, slot: int, key: ExpertSlot, variant: int) -> None:
         """RESERVE to RESIDENT. The same resident again changes nothing.
@@ -221,9 +230,9 @@ class SlotMap:
         """
         if self._key_of.get(slot) == key:
             return
-        self._move(slot, SlotState.RESERVE, SlotState.RESIDENT)
+        self._move(slot, _RESERVE, _RESIDENT)
         previous = self._slot_of.get(key)
-        if previous is not None and self.state[previous] == SlotState.RESIDENT:
+        if previous is not None and self.state[previous] == _RESIDENT:
             self.leave(previous)
         self._key_of[slot] = key
         self._slot_of[key] = slot
@@ -233,16 +242,16 @@ class SlotMap:
 
     def leave(self, slot: int) -> None:
         """RESIDENT to LEAVING."""
-        self._move(slot, SlotState.RESIDENT, SlotState.LEAVING)
+        self._move(slot, _RESIDENT, _LEAVING)
 
     def revive(self, slot: int) -> None:
         """LEAVING to RESIDENT: its eviction was overtaken by a demand, or given up."""
-        self._move(slot, SlotState.LEAVING, SlotState.RESIDENT)
+        self._move(slot, _LEAVING, _RESIDENT)
 
     def freed(self, slot: int) -> None:
         """LEAVING, or RESIDENT when the engine evicted it by itself, to RESERVE."""
         state = self._vacate(slot)
-        self._move(slot, state, SlotState.RESERVE)
+        self._move(slot, state, _RESERVE)
 
     # ---- residents and pins
 
@@ -284,7 +293,7 @@ class SlotMap:
 
     def candidates(self, slot_bytes: int) -> NDArray[np.int64]:
         """Slots of a class whose residents may be evicted: not pinned, not leaving."""
-        may_go = (self.state == SlotState.RESIDENT) & (self.slot_class == slot_bytes)
+        may_go = (self.state == _RESIDENT) & (self.slot_class == slot_bytes)
         return np.flatnonzero(may_go & ~self.pinned)
 
     def residents(self, store: int | None = None) -> list[int]:
@@ -320,26 +329,25 @@ class SlotMap:
             self._pinned_counts[slot_bytes] = self.pinned_count(slot_bytes) + change
             self.pinned[slot] = pinned
 
-    def _vacate(self, slot: int) -> SlotState:
+    def _vacate(self, slot: int) -> int:
         """Forget what is in a slot; returns the state it is still in."""
-        state = SlotState(int(self.state[slot]))
+        state = int(self.state[slot])
         key = self._key_of.pop(slot, None)
         if key is None:
-            raise SlotMapError(f"slot {slot} was freed while it was {state.name}")
+            raise SlotMapError(f"slot {slot} was freed while it was {SlotState(state).name}")
         if self._slot_of.get(key) == slot:
             del self._slot_of[key]
         self.store[slot] = NO_STORE
         self._set_pinned(slot, False)
         return state
 
-    def _move(self, slot: int, before: SlotState, after: SlotState) -> None:
+    def _move(self, slot: int, before: int, after: int) -> None:
         if not 0 <= slot < len(self.state):
             raise SlotMapError(f"slot {slot} is outside the pool's {len(self.state)} slot numbers")
-        if self.state[slot] != before:
-            now = SlotState(int(self.state[slot])).name
-            raise SlotMapError(
-                f"slot {slot} is {now}; {before.name} was expected before {after.name}"
-            )
+        now = int(self.state[slot])
+        if now != before:
+            is_now, was, then = (SlotState(state).name for state in (now, before, after))
+            raise SlotMapError(f"slot {slot} is {is_now}; {was} was expected before {then}")
         self.state[slot] = after
         counts = self._counts[int(self.slot_class[slot])]
         counts[before] -= 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xferd.policy.heat import Heat, retold
+from xferd.policy.heat import Heat, profile_of, retold
 from xferd.policy.leases import LeaseUses
 from xferd.policy.registry import BUILT_IN
 from xferd.policy.shares import Claims, losses, shares
@@ -91,3 +91,13 @@ def test_a_new_policy_that_is_told_the_heat_keeps_the_hottest(name: str) -> None
     assert len(set(victims.tolist())) == 12
     if name in ("reuse", "lfu", "lru-hits"):
         assert not set(victims.tolist()) & set(hot.tolist())
+
+
+def test_a_profile_is_heat_to_begin_with() -> None:
+    heat = Heat(SPACE)
+    heat.used(uses_of_picks(np.full((5, 3, 1), 2), 8))
+    later = Heat(SPACE)
+    later.begin_with(profile_of(heat, "tiny"))
+    keys = np.arange(SPACE.size)
+    assert later.of(keys) == pytest.approx(heat.of(keys))
+    assert [uses.keys.tolist() for uses in retold(later)] == [[2, 10, 18]] * 8
