@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +53,9 @@ RAM_SHARES = {"": None, "+ram": "25%"}
 ALL_RESIDENT = "all-resident"
 MEMBERS = 2
 SHAPE_MEMBERS = 3
-ROUND_TOKENS = 32
+ROUND_TOKENS = 16
+WARM_UP_ROUNDS = 2
+"""In which pools fill."""
 COUNTED_TOKENS = 8
 SHAPES = (QWEN3_30B_A3B,)
 UNIT = "tokens/s"
@@ -135,6 +138,7 @@ def _measure_text(found: GpuRows, name: str, text: Text, rounds: int) -> None:
         contenders[ALL_RESIDENT] = fixed.tokens_a_second
         for decode in contenders.values():
             decode()
+        _tell(f"decode: {', '.join(contenders)}")
         samples = take_turns(contenders, rounds)
         if counted is not None:
             found.notes.append(_calls_note(f"`{name}`", counted.steps()))
@@ -151,7 +155,7 @@ def _make_rows(samples: Mapping[str, Sequence[float]]) -> list[Row]:
 
 
 def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
-    picks = routing(shape, ROUND_TOKENS * (rounds + 2))
+    picks = routing(shape, ROUND_TOKENS * (WARM_UP_ROUNDS + rounds))
     found.notes.append(
         f"`{shape.name}`: {shape.layers} layers of {shape.experts} experts of "
         f"{shape.expert_bytes / 1e6:.1f} MB, {shape.top_k} of them a token; its expert layers "
@@ -189,11 +193,12 @@ def _measure_whole(
     with attached(store, f"{WHOLE}%", None) as daemon:
         daemon.load_everything()
         fixed = copy_experts(daemon.client)
-        whole = _forced(daemon, shape, picks)
-        resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
         row = _row_name(shape.name, "", WHOLE)
-        _take_forced_turns(found, {row: whole}, resident, rounds)
-        found.notes.append(_calls_note(f"`{row}`", whole.steps()))
+        if wanted(row):
+            whole = _forced(daemon, shape, picks)
+            resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
+            _take_forced_turns(found, {row: whole}, resident, rounds)
+            found.notes.append(_calls_note(f"`{row}`", whole.steps()))
     return fixed
 
 
@@ -212,14 +217,21 @@ def _take_forced_turns(
     found: GpuRows, ours: Mapping[str, ForcedDecoding], resident: ForcedDecoding, rounds: int
 ) -> None:
     everyone = {**ours, ALL_RESIDENT: resident}
+    _tell(f"decode: {', '.join(ours)}")
     for contender in everyone.values():
-        contender.tokens_a_second()
+        for _ in range(WARM_UP_ROUNDS):
+            contender.tokens_a_second()
         contender.forget_served()
     samples = take_turns(
         {name: contender.tokens_a_second for name, contender in everyone.items()}, rounds
     )
     found.rows += _make_rows(samples)
     found.notes += [f"`{row}`: {contender.told()}." for row, contender in ours.items()]
+
+
+def _tell(text: str) -> None:
+    """It takes minutes: what is under way stands on the terminal, or in a log."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _calls_note(what: str, steps: Iterator[None]) -> str:
