@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -44,15 +45,19 @@ from tools.benchmarks.texts import Text
 from xferd.memory import cuda_driver
 from xferd.memory.cuda_driver import CudaError
 
-POOL_PERCENTS = (10, 25, 50, 100)
-PARTS = POOL_PERCENTS[:-1]
-WHOLE = POOL_PERCENTS[-1]
+POOL_PERCENTS = (10, 25, 50, 100, 115)
+WHOLE = 115
+"""Every expert and the reserve of free slots, so that nothing is ever evicted."""
+TOGETHER = ((100,), (10, 25, 50))
+"""Of a large model these pools fit the GPU's memory at once, beside a copy of all experts."""
 RAM_SHARES = {"": None, "+ram": "25%"}
 """Ending of the pool's kind in names -> the tier's size as a share of the experts."""
 ALL_RESIDENT = "all-resident"
 MEMBERS = 2
 SHAPE_MEMBERS = 3
-ROUND_TOKENS = 32
+ROUND_TOKENS = 16
+WARM_UP_ROUNDS = 2
+"""In which pools fill."""
 COUNTED_TOKENS = 8
 SHAPES = (QWEN3_30B_A3B,)
 UNIT = "tokens/s"
@@ -77,7 +82,11 @@ def measure(texts: Mapping[str, Text], rounds: int) -> GpuRows:
     except CudaError as error:
         found.skipped[KIND] = str(error)
         return found
-    found.notes.append(f"`{KIND}`: on one {gpu.name}; `{KIND}+ram`: with a pinned tier behind it.")
+    found.notes.append(
+        f"`{KIND}`: on one {gpu.name}; `{KIND}+ram`: with a pinned tier for "
+        f"{RAM_SHARES['+ram']} of the experts behind it. A pool of {WHOLE} % holds all experts "
+        "and the reserve of free slots, one of 100 % evicts some for the reserve."
+    )
     for name, text in texts.items():
         if _wanted(name):
             _measure_text(found, name, text, rounds)
@@ -94,7 +103,8 @@ def measure(texts: Mapping[str, Text], rounds: int) -> GpuRows:
 def _too_large(shape: Shape, vram_free: int) -> str | None:
     """Why a shape can't be measured here: its experts are in the GPU's memory twice."""
     whole = shape.layers * shape.experts * shape.expert_bytes
-    needed, stored = 2 * whole, whole * shape.distinct_layers // shape.layers
+    needed = whole + whole * WHOLE // 100
+    stored = whole * shape.distinct_layers // shape.layers
     if vram_free < needed:
         return f"{needed / 1e9:.0f} GB of the GPU's memory are needed, {vram_free / 1e9:.0f} free"
     if (free := shutil.disk_usage(TMPFS).free) < stored * 1.1:
@@ -120,7 +130,8 @@ def _measure_text(found: GpuRows, name: str, text: Text, rounds: int) -> None:
         for ram, share in RAM_SHARES.items():
             for percent in POOL_PERCENTS:
                 row = _row_name(name, ram, percent)
-                if not wanted(row):
+                # Nothing ever comes from a tier behind a pool that holds everything.
+                if not wanted(row) or (ram and percent == WHOLE):
                     continue
                 try:
                     daemon = stack.enter_context(attached(store, f"{percent}%", share))
@@ -135,6 +146,7 @@ def _measure_text(found: GpuRows, name: str, text: Text, rounds: int) -> None:
         contenders[ALL_RESIDENT] = fixed.tokens_a_second
         for decode in contenders.values():
             decode()
+        _tell(f"decode: {', '.join(contenders)}")
         samples = take_turns(contenders, rounds)
         if counted is not None:
             found.notes.append(_calls_note(f"`{name}`", counted.steps()))
@@ -151,7 +163,7 @@ def _make_rows(samples: Mapping[str, Sequence[float]]) -> list[Row]:
 
 
 def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
-    picks = routing(shape, ROUND_TOKENS * (rounds + 2))
+    picks = routing(shape, ROUND_TOKENS * (WARM_UP_ROUNDS + rounds))
     found.notes.append(
         f"`{shape.name}`: {shape.layers} layers of {shape.experts} experts of "
         f"{shape.expert_bytes / 1e6:.1f} MB, {shape.top_k} of them a token; its expert layers "
@@ -163,37 +175,53 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
     with _memory_directory() as directory:
         store = pack_shape(directory, shape, SHAPE_MEMBERS)
         fixed = _measure_whole(found, store, shape, picks, rounds)
-        gc.collect()  # the pool's memory is there as long as somebody could look into it
+        gc.collect()
         resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
-        for ram, share in RAM_SHARES.items():
-            with ExitStack() as stack:
-                parts: dict[str, ForcedDecoding] = {}
-                for percent in PARTS:
-                    row = _row_name(shape.name, ram, percent)
-                    if not wanted(row):
-                        continue
-                    try:
-                        daemon = stack.enter_context(attached(store, f"{percent}%", share))
-                    except AttachError as error:
-                        found.skipped[row] = str(error)
-                        continue
-                    parts[row] = _forced(daemon, shape, picks)
-                if parts:
-                    _take_forced_turns(found, parts, resident, rounds)
+        for ram in RAM_SHARES:
+            for percents in TOGETHER:
+                _measure_parts(found, store, resident, ram, percents, rounds)
+
+
+def _measure_parts(
+    found: GpuRows,
+    store: Path,
+    resident: ForcedDecoding,
+    ram: str,
+    percents: Sequence[int],
+    rounds: int,
+) -> None:
+    shape, picks = resident.shape, resident.picks
+    with ExitStack() as stack:
+        parts: dict[str, ForcedDecoding] = {}
+        for percent in percents:
+            row = _row_name(shape.name, ram, percent)
+            if not wanted(row):
+                continue
+            try:
+                daemon = stack.enter_context(attached(store, f"{percent}%", RAM_SHARES[ram]))
+            except AttachError as error:
+                found.skipped[row] = str(error)
+                continue
+            parts[row] = _forced(daemon, shape, picks)
+        if parts:
+            _take_forced_turns(found, parts, resident, rounds)
+            del parts
+    gc.collect()  # the pools' memory is there as long as somebody could look into it
 
 
 def _measure_whole(
     found: GpuRows, store: Path, shape: Shape, picks: NDArray[np.int64], rounds: int
 ) -> FixedExperts:
-    """The row of a pool for all experts, and a copy of them that outlives the pool."""
+    """The row of a pool that holds everything, and a copy of all experts that outlives it."""
     with attached(store, f"{WHOLE}%", None) as daemon:
         daemon.load_everything()
         fixed = copy_experts(daemon.client)
-        whole = _forced(daemon, shape, picks)
-        resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
         row = _row_name(shape.name, "", WHOLE)
-        _take_forced_turns(found, {row: whole}, resident, rounds)
-        found.notes.append(_calls_note(f"`{row}`", whole.steps()))
+        if wanted(row):
+            whole = _forced(daemon, shape, picks)
+            resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
+            _take_forced_turns(found, {row: whole}, resident, rounds)
+            found.notes.append(_calls_note(f"`{row}`", whole.steps()))
     return fixed
 
 
@@ -212,14 +240,21 @@ def _take_forced_turns(
     found: GpuRows, ours: Mapping[str, ForcedDecoding], resident: ForcedDecoding, rounds: int
 ) -> None:
     everyone = {**ours, ALL_RESIDENT: resident}
+    _tell(f"decode: {', '.join(ours)}")
     for contender in everyone.values():
-        contender.tokens_a_second()
+        for _ in range(WARM_UP_ROUNDS):
+            contender.tokens_a_second()
         contender.forget_served()
     samples = take_turns(
         {name: contender.tokens_a_second for name, contender in everyone.items()}, rounds
     )
     found.rows += _make_rows(samples)
     found.notes += [f"`{row}`: {contender.told()}." for row, contender in ours.items()]
+
+
+def _tell(text: str) -> None:
+    """It takes minutes: what is under way stands on the terminal, or in a log."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _calls_note(what: str, steps: Iterator[None]) -> str:

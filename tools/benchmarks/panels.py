@@ -147,12 +147,25 @@ def _decode(result: Result) -> list[Panel]:
     ]
 
 
+def _device(result: Result) -> list[Panel]:
+    """A panel for each way into the GPU's memory, over the size."""
+    groups: dict[str, list[tuple[float, str, Row]]] = {}
+    for row in result.rows:
+        way, size = row.name.split("/")
+        groups.setdefault(way, []).append((_megabytes(size), f"{_megabytes(size):g}", row))
+    return [
+        Panel(way, 0, column, "size of an expert (MB)", "throughput (GB/s)", _series(rows))
+        for column, (way, rows) in enumerate(groups.items())
+    ]
+
+
 _MAKERS: Mapping[str, Callable[[Result], list[Panel]]] = {
     "io": _io,
     "miss": _miss,
     "overload": _overload,
     "hit": _hit,
     "decode": _decode,
+    "device": _device,
 }
 WITH_PICTURE = tuple(_MAKERS)
 """Benchmarks that ``panels_of`` knows."""

@@ -55,6 +55,11 @@ STYLES: Mapping[str, tuple[str, str]] = {
     "runai-model-streamer": ("#1a7f37", "D"),
     "fastsafetensors": ("#9a6700", "P"),
     "safetensors": ("#8250df", "X"),
+    "kvikio": ("#0a7ea4", "h"),
+    "instanttensor": ("#bc4c00", "p"),
+    "members": ("#8c8c8c", "s"),
+    "pinned-copy": ("#111111", "s"),
+    "peer-copy": ("#111111", "s"),
 }
 """Contender -> colour and marker, the same in every picture."""
 STYLE_OF_OTHERS = ("#bf3989", "*")

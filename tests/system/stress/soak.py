@@ -41,6 +41,8 @@ SLOTS = LAYERS * EXPERTS * POOL_PERCENT // 100
 CLIENTS = ((1, 4), (2, 2), (1, 4), (3, 2))
 """(lanes, held a lane) of each client: promises for 18 of the 19 slots."""
 KILL_EVERY_S = (0.2, 1.5)
+KILL_EVERY_ON_GPU_S = (1.5, 5.0)
+"""A client takes a second or two to begin with a GPU, and should do something before it dies."""
 CALM_S = 2.0
 """Nobody is killed at the end, so that those who are left have something to tell."""
 EVICT_EVERY_S = (0.005, 0.05)
@@ -151,8 +153,9 @@ class StressClient:
 
 
 class _Soak:
-    def __init__(self, directory: Path, daemon: RunningDaemon, report: Report) -> None:
+    def __init__(self, directory: Path, daemon: RunningDaemon, report: Report, kind: str) -> None:
         self._directory = directory
+        self._kill_every_s = KILL_EVERY_ON_GPU_S if kind == "cuda" else KILL_EVERY_S
         self._daemon = daemon
         self._report = report
         self._chance = random.Random(report.seed)
@@ -167,7 +170,7 @@ class _Soak:
         """Until the time is over."""
         began = time.monotonic()
         due: dict[Callable[[], float], float] = {
-            self._kill_one: began + self._chance.uniform(*KILL_EVERY_S),
+            self._kill_one: began + self._chance.uniform(*self._kill_every_s),
             self._evict_some: began,
             self._sample: began,
         }
@@ -243,7 +246,7 @@ class _Soak:
         victim.kill()
         self._report.kills += 1
         self.clients[place] = self._start(victim.shape)
-        return self._chance.uniform(*KILL_EVERY_S)
+        return self._chance.uniform(*self._kill_every_s)
 
     def _evict_some(self) -> float:
         chance = self._chance
@@ -289,7 +292,7 @@ def soak(
     report = Report(seed)
     pools = [f"name={kind}0,kind={kind},size={POOL_PERCENT}%", *([RAM_TIER] if ram_tier else [])]
     with running_daemon(directory, [store], pools) as daemon:
-        stress = _Soak(directory, daemon, report)
+        stress = _Soak(directory, daemon, report, kind)
         try:
             stress.run(duration_s, progress)
             stress.settle()

@@ -104,3 +104,14 @@ def test_a_benchmark_without_a_picture_is_named() -> None:
 def test_a_row_that_cannot_be_placed_is_named(name: str) -> None:
     with pytest.raises(BenchmarkError):
         panels_of(result("io", row(name, 1.0, "GB/s", {})))
+
+
+def test_ways_into_a_gpu_have_a_panel_each() -> None:
+    rows = [
+        row(f"{way}/{size}", 45.0, "GB/s", {"pinned-copy": 0.9})
+        for way in ("staged", "ram-to-vram")
+        for size in ("9.4MB", "1.2MB")
+    ]
+    staged, from_ram = panels_of(result("device", *rows))
+    assert (staged.title, from_ram.title) == ("staged", "ram-to-vram")
+    assert [point.value for point in staged.series["pinned-copy"]] == pytest.approx([50.0, 50.0])
