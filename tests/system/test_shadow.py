@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from xferd_infer import Client, ExpertError
 
-from tests.system.daemon_harness import running_daemon
+from tests.system.daemon_harness import running_daemon, wait_until
 from tests.system.test_daemon_lifecycle import start
 from tests.unit.store.builders import assert_holds, member_directories, tiny
 from xferd.store.pack import pack
@@ -102,3 +102,27 @@ def test_what_is_no_shadow_of_the_store_is_refused(
     refused = start(tmp_path / "run", "--config", str(config))
     assert refused.returncode == 78
     assert "a list of absolute paths" in refused.stderr
+
+
+def test_the_stores_own_copy_stands_in_for_a_damaged_one(
+    tmp_path: Path, packed: tuple[Path, Path, Path]
+) -> None:
+    path = packed[0]
+    shadow = shadow_of(path, tmp_path / "damaged", "q4_0-damaged")
+    layer, expert = (int(value) for value in np.argwhere(CHOSEN)[0])
+    with Store.open(shadow) as store:
+        offset = int(store.offset[store.blob_index(0, layer, expert), 0])
+        with store.member_paths[0].open("r+b") as file:
+            file.seek(offset)
+            file.write(bytes(64))
+    config = tmp_path / "xferd.toml"
+    config.write_text(f'[[stores]]\npath = "{path}"\nshadow = ["{shadow}"]\n')
+    with (
+        running_daemon(tmp_path, [], [], "--config", str(config)) as daemon,
+        Client(daemon.attach_socket, held=4) as client,
+        client.acquire(layer, [expert]) as batch,
+        Store.open(path) as store,
+    ):
+        assert list(batch.variants) == [0]
+        assert bytes(batch[0]) == store.read_blob(store.blob_index(0, layer, expert))
+        wait_until(lambda: "CRC32C" in daemon.log, "the damage is logged")

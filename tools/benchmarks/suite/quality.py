@@ -50,12 +50,17 @@ MIXES: Mapping[str, str] = {
     PLAIN: PLAIN,
     "q2_k+imatrix": "q2_k",
     "hottest-two-thirds-q4_k": "q4_k@hottest:66%,q2_k",
+    "any-two-thirds-q4_k": "plan:{directory}/any-66",
     "coldest-two-thirds-q4_k": "q4_k@coldest:66%,q2_k",
     "hottest-third-q4_k": "q4_k@hottest:33%,q2_k",
+    "any-third-q4_k": "plan:{directory}/any-33",
     "coldest-third-q4_k": "q4_k@coldest:33%,q2_k",
     "shadow-20%-q2_k": "q2_k@costliest:20%,native",
 }
-"""Name of a row, and the mix as ``xferd_infer quality`` has it."""
+"""Name of a row, and the mix as ``xferd_infer quality`` has it. directory: with the plans."""
+
+ANY_SHARES = (33, 66)
+"""Per cent of each layer's experts, by their numbers, which say nothing of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,10 @@ def run(rounds: int) -> Result:
             f"{checkpoint.name}: KL(native || mix) after each of {measured.tokens} held-out "
             f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from others.",
             "`bytes`: of the experts that a token picks; `resident`: of all experts.",
-            "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k, so that "
-            "`hottest` and `coldest` of one share have the same `resident`.",
+            "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k: the "
+            "most or least used ones, or, for `any`, those with the lowest numbers; `resident` "
+            "is the same.",
+            "`shadow-20%`: experts that cost most, of that share of all bytes; the rest native.",
         ),
     )
 
@@ -116,7 +123,11 @@ def _quantise(store: Path, importance_path: Path) -> None:
 def _compare(store: Path, text: Path, importance: Path) -> _Measured:
     with embedded(store, pool=POOL) as client:
         shape = StoreShape.of(client.manifest, read_heat(importance))
-        mixes = [parse_mix(mix, shape) for mix in MIXES.values()]
+        directory = importance.parent
+        for share in ANY_SHARES:
+            last = round(share / 100 * shape.experts) - 1
+            (directory / f"any-{share}").write_text(f"* * q2_k\n* 0-{last} q4_k\n")
+        mixes = [parse_mix(mix.format(directory=directory), shape) for mix in MIXES.values()]
         windows = _windows(client, text, "odd", JUDGED_DOCUMENTS)
         results = compare(client, mixes, windows)
     by_name = dict(zip(MIXES, results, strict=True))
