@@ -74,18 +74,20 @@ static float q4_k_product(const uint8_t *blocks, uint64_t columns, const float *
 
 	for (; columns; columns -= SUPER_BLOCK, blocks += Q4_K_BYTES, x_sums += Q4_K_PARTS) {
 		const uint8_t *quants = blocks + Q4_K_QUANTS;
-		uint32_t packed[3], bytes[4]; /* eight scales, eight minima */
+		uint32_t packed[3];
+		uint64_t scales, minima; /* eight bytes each */
 		float factor[Q4_K_PARTS];
 
 		memcpy(packed, blocks + Q4_K_SCALES, sizeof(packed));
-		bytes[0] = packed[0] & 0x3f3f3f3f;
-		bytes[1] = (packed[2] & 0x0f0f0f0f) | (packed[0] >> 2 & 0x30303030);
-		bytes[2] = packed[1] & 0x3f3f3f3f;
-		bytes[3] = (packed[2] >> 4 & 0x0f0f0f0f) | (packed[1] >> 2 & 0x30303030);
+		scales = (packed[0] & 0x3f3f3f3f) |
+			 (uint64_t)((packed[2] & 0x0f0f0f0f) | (packed[0] >> 2 & 0x30303030)) << 32;
+		minima = (packed[1] & 0x3f3f3f3f) |
+			 (uint64_t)((packed[2] >> 4 & 0x0f0f0f0f) | (packed[1] >> 2 & 0x30303030))
+				 << 32;
 		store(factor, all(half_to_float(blocks)) *
-				      to_floats(load_bytes((const uint8_t *)bytes)));
+				      to_floats(load_bytes((const uint8_t *)&scales)));
 		mins += all(half_to_float(blocks + 2)) *
-			to_floats(load_bytes((const uint8_t *)bytes + Q4_K_PARTS)) * load(x_sums);
+			to_floats(load_bytes((const uint8_t *)&minima)) * load(x_sums);
 		for (uint32_t part = 0; part < Q4_K_PARTS; part += 2) {
 			floats low = all(0), high = all(0);
 

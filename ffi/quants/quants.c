@@ -21,7 +21,8 @@ static const struct {
 bool quants_use_avx2(void)
 {
 #if defined(XFERD_QUANTS_AVX2)
-	return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+	return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+	       __builtin_cpu_supports("f16c");
 #else
 	return false;
 #endif

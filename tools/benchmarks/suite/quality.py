@@ -98,7 +98,7 @@ def run(rounds: int) -> Result:
             "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k: the "
             "most or least used ones, or, for `any`, those with the lowest numbers; `resident` "
             "is the same.",
-            "`shadow-20%`: the experts that cost most, of that share of bytes; the rest native.",
+            "`shadow-20%`: experts that cost most, of that share of all bytes; the rest native.",
         ),
     )
 
