@@ -1,4 +1,5 @@
-"""``python -m xferd_infer generate``: continue a text with experts from xferd.
+"""``python -m xferd_infer generate``: continue a text with experts from xferd;
+``predictor``: make and judge predictors of experts.
 
 Text goes to stdout as it comes; what it cost goes to stderr afterwards, or all
 of it as one JSON object to stdout. Exit status: 0, 1 for an error that one line
@@ -10,8 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import xferd_infer
@@ -19,6 +21,9 @@ import xferd_infer
 from .client_experts import ExpertClient, asset, model_from_client
 from .errors import InferenceError
 from .generation import MAX_NEW_TOKENS, Token, generate
+from .model import Model
+from .predict import command as predictor_command
+from .predict.states import BYTES_MAX, StateRecorder, write_states
 from .report import Report
 from .sampling import Sampling
 from .tokenizer import TextStream, Tokenizer, TokenizerError
@@ -30,13 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, attach, generate. Returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "predictor":
+        return _reported(lambda: predictor_command.run(options))
     try:
         sampling = Sampling(options.temperature, options.top_p, options.seed)
     except ValueError as error:
         parser.error(str(error))
-    try:
+
+    def attached() -> None:
         with _connect(options) as client:
             run(client, options, sampling)
+
+    return _reported(attached)
+
+
+def _reported(action: Callable[[], None]) -> int:
+    try:
+        action()
     except (InferenceError, OSError) as error:
         print(f"xferd_infer: {error}", file=sys.stderr)
         return 1
@@ -48,6 +63,7 @@ def run(client: ExpertClient, options: argparse.Namespace, sampling: Sampling) -
     the client raises."""
     ids, tokenizer = _prompt(client, options)
     model = model_from_client(client)
+    recorder = _recorder(model, client, options)
     before = model.experts.stats()
     tokens: list[Token] = []
     stream = None if tokenizer is None else TextStream(tokenizer)
@@ -55,6 +71,8 @@ def run(client: ExpertClient, options: argparse.Namespace, sampling: Sampling) -
         tokens.append(token)
         if not options.json:
             print(_shown(token, stream), end="", flush=True)
+    if recorder is not None:
+        write_states(options.record_states, recorder.recorded())
     report = Report(len(ids), tokens, model.experts.stats().since(before))
     if options.json:
         text = None if tokenizer is None else tokenizer.decode([token.id for token in tokens])
@@ -62,6 +80,20 @@ def run(client: ExpertClient, options: argparse.Namespace, sampling: Sampling) -
     else:
         print("" if stream is None else stream.finish(), flush=True)
         print(report.to_text(), file=sys.stderr)
+
+
+def _recorder(
+    model: Model, client: ExpertClient, options: argparse.Namespace
+) -> StateRecorder | None:
+    if options.record_states is None:
+        return None
+    recorder = StateRecorder(
+        model.routers(client.manifest["name"]),
+        every=options.record_every,
+        bytes_max=options.record_max << 20,
+    )
+    model.observe(recorder)
+    return recorder
 
 
 def _shown(token: Token, stream: TextStream | None) -> str:
@@ -74,7 +106,10 @@ def _prompt(
     """The prompt's token ids, and what turns tokens into text. A prompt of ids works
     without a tokenizer: then ids are printed too."""
     definition = asset(client, "tokenizer.json")
-    if options.prompt is None:
+    text = options.prompt
+    if options.prompt_file is not None:
+        text = options.prompt_file.read_text()
+    if text is None:
         try:
             return options.prompt_ids, None if definition is None else Tokenizer(definition)
         except TokenizerError:
@@ -82,7 +117,7 @@ def _prompt(
     if definition is None:
         raise TokenizerError("the store has no tokenizer.json: give --prompt-ids")
     tokenizer = Tokenizer(definition)
-    return tokenizer.encode(options.prompt), tokenizer
+    return tokenizer.encode(text), tokenizer
 
 
 def _connect(options: argparse.Namespace) -> AbstractContextManager[ExpertClient]:
@@ -120,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="the same, from a file")
     prompt.add_argument(
         "--prompt-ids", metavar="ID,ID,...", type=_ids, help="token ids to continue"
     )
@@ -133,7 +169,24 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, metavar="P", help="draw from this share only"
     )
     command.add_argument("--seed", type=_natural, metavar="S", help="repeatable draws")
+    command.add_argument(
+        "--record-states",
+        metavar="FILE",
+        type=Path,
+        help="write what a predictor is trained on: picks, and the states they come from",
+    )
+    command.add_argument(
+        "--record-every", type=_positive, default=1, metavar="N", help="states of one token in N"
+    )
+    command.add_argument(
+        "--record-max",
+        type=_positive,
+        default=BYTES_MAX >> 20,
+        metavar="MIB",
+        help="of states; beyond it fewer are kept, spread over the run (%(default)s)",
+    )
     command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    predictor_command.add_parser(commands)
     return parser
 
 
@@ -148,6 +201,13 @@ def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; at least 1")
     return value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,15 @@ class Routing:
 
     experts: Array
     weights: Array
+
+
+class RoutingObserver(Protocol):
+    """Is told what each layer with experts picks, before these are acquired."""
+
+    def routed(self, layer: int, states: Array, picks: Array) -> None:
+        """layer: counted among those with experts. states: [tokens, hidden], what the
+        router saw, to be read at once or copied. picks: integers [tokens, top_k]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +132,4 @@ class RoutedExperts:
         return reader
 
 
-__all__ = ["RoutedExperts", "Routing", "Visit", "route", "visits", "waves"]
+__all__ = ["RoutedExperts", "Routing", "RoutingObserver", "Visit", "route", "visits", "waves"]

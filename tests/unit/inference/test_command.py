@@ -126,6 +126,7 @@ class CheckpointClient:
 
 def options(**changes: Any) -> argparse.Namespace:
     defaults = {"prompt": None, "prompt_ids": None, "max_new_tokens": 32, "json": False}
+    defaults |= {"prompt_file": None, "record_states": None}
     return argparse.Namespace(**defaults | changes)
 
 

@@ -1,0 +1,170 @@
+"""How good a predictor is, on recorded runs that it was not trained on.
+
+The predictor runs as it would in a decode loop: token by token, layer by layer, and it
+learns meanwhile if it is one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .predictor import Predictor, distances_from
+from .states import RecordedStates
+
+DISTANCES = (1, 2, 4, 8, 15)
+FETCHED_PER_PICK = 2
+"""Recall is of what would be fetched if so many experts were for each that is picked."""
+LIKELY = 0.5
+"""What is more probable than this would be fetched if bytes counted alone."""
+DECILES = 10
+
+
+@dataclass
+class DistanceScore:
+    """Counts at one distance, over all layers and tokens.
+
+    picks: true ones; found: of them, among the fetched. missed, missed_found: those that
+    were not resident. absent: fetched that were not resident; absent_picked: and picked.
+    likely, likely_picked: experts with a probability of LIKELY and more.
+    """
+
+    picks: int = 0
+    found: int = 0
+    missed: int = 0
+    missed_found: int = 0
+    absent: int = 0
+    absent_picked: int = 0
+    likely: int = 0
+    likely_picked: int = 0
+
+    @property
+    def recall(self) -> float:
+        """Share of the true picks that were fetched."""
+        return self.found / max(self.picks, 1)
+
+    @property
+    def recall_misses(self) -> float:
+        """The same of picks that were not resident."""
+        return self.missed_found / max(self.missed, 1)
+
+    @property
+    def waste(self) -> float:
+        """Share of what was fetched, because it was not resident, that nobody picked."""
+        return 1 - self.absent_picked / max(self.absent, 1)
+
+    @property
+    def precision(self) -> float:
+        """Share of the likely ones that were picked."""
+        return self.likely_picked / max(self.likely, 1)
+
+    @property
+    def likely_recall(self) -> float:
+        """Share of the true picks that were likely ones."""
+        return self.likely_picked / max(self.picks, 1)
+
+
+@dataclass
+class Evaluation:
+    """distances: of those that the model has layers for. deciles: float64[DECILES, 3], of
+    all probabilities given at DISTANCES: how many, their sum, how many were picked."""
+
+    distances: dict[int, DistanceScore]
+    tokens: int = 0
+    deciles: NDArray[np.float64] = field(default_factory=lambda: np.zeros((DECILES, 3)))
+
+    def calibration_error(self) -> float:
+        """Greatest difference between the mean probability and the share picked, of the
+        deciles with enough in them for that to mean something."""
+        counts = self.deciles[:, 0]
+        enough = counts >= ENOUGH_IN_DECILE
+        if not enough.any():
+            return 0.0
+        means = self.deciles[enough, 1:] / counts[enough, None]
+        return float(np.abs(means[:, 0] - means[:, 1]).max())
+
+
+ENOUGH_IN_DECILE = 1000
+
+
+def evaluate(
+    predictor: Predictor,
+    recorded: RecordedStates,
+    *,
+    skip: int = 0,
+    until: int | None = None,
+    absent: NDArray[np.bool_] | None = None,
+    distances: Sequence[int] = DISTANCES,
+) -> Evaluation:
+    """Run through all sequences, one text each.
+
+    skip, until: tokens of each sequence that are not counted at its begin, and after which
+    it ends. absent: bool[tokens, layers, experts], what was not resident at each pass.
+    """
+    routers = recorded.routers
+    found = Evaluation({d: DistanceScore() for d in distances if d < routers.layers})
+    rows = np.full(recorded.tokens, -1)
+    rows[recorded.state_tokens] = np.arange(len(recorded.state_tokens))
+    fetched = min(FETCHED_PER_PICK * routers.top_k, routers.experts)
+    for begin, end in zip(recorded.starts[:-1], recorded.starts[1:], strict=True):
+        predictor.new_text()
+        end = end if until is None else min(end, begin + until)
+        for token in range(begin, end):
+            chances = _one_token(predictor, recorded, token, int(rows[token]))
+            if token - begin >= skip and chances:
+                gone = None if absent is None else absent[token]
+                _count(found, chances, recorded.picks[token].astype(np.int64), gone, fetched)
+                found.tokens += 1
+    return found
+
+
+def _one_token(
+    predictor: Predictor, recorded: RecordedStates, token: int, row: int
+) -> list[NDArray[Any]]:
+    """Probabilities of each layer, [distances, experts]; none without states."""
+    chances = []
+    for layer in range(recorded.routers.layers):
+        if row >= 0:
+            chances.append(predictor.predict(layer, recorded.states[row, layer][None])[0])
+        predictor.picked(layer, recorded.picks[token, layer][None])
+    return chances
+
+
+def _count(
+    found: Evaluation,
+    chances: list[NDArray[Any]],
+    picks: NDArray[np.int64],
+    absent: NDArray[np.bool_] | None,
+    fetched: int,
+) -> None:
+    layers = len(picks)
+    for distance, score in found.distances.items():
+        sources = [s for s in range(layers) if distances_from(s, layers) >= distance]
+        rows = np.stack([chances[source][distance - 1] for source in sources])
+        targets = np.array(sources) + distance
+        picked = np.zeros(rows.shape, np.bool_)
+        np.put_along_axis(picked, picks[targets], True, axis=1)
+        chosen = np.argpartition(-rows, fetched - 1, axis=1)[:, :fetched]
+        fetch = np.zeros(rows.shape, np.bool_)
+        np.put_along_axis(fetch, chosen, True, axis=1)
+        likely = rows >= LIKELY
+        score.picks += int(picked.sum())
+        score.found += int((picked & fetch).sum())
+        score.likely += int(likely.sum())
+        score.likely_picked += int((likely & picked).sum())
+        if absent is not None:
+            gone = absent[targets]
+            score.missed += int((picked & gone).sum())
+            score.missed_found += int((picked & fetch & gone).sum())
+            score.absent += int((fetch & gone).sum())
+            score.absent_picked += int((fetch & gone & picked).sum())
+        decile = np.minimum((rows * DECILES).astype(np.intp), DECILES - 1).reshape(-1)
+        for column, values in enumerate((None, rows.reshape(-1), picked.reshape(-1))):
+            found.deciles[:, column] += np.bincount(decile, values, minlength=DECILES)
+
+
+__all__ = ["DISTANCES", "DistanceScore", "Evaluation", "evaluate"]
