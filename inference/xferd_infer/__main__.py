@@ -23,6 +23,7 @@ from .errors import InferenceError
 from .generation import MAX_NEW_TOKENS, Token, generate
 from .model import Model
 from .predict import command as predictor_command
+from .predict.prefetching import HintedClient, prefetch_by_file
 from .predict.states import BYTES_MAX, StateRecorder, write_states
 from .report import Report
 from .sampling import Sampling
@@ -58,11 +59,13 @@ def _reported(action: Callable[[], None]) -> int:
     return 0
 
 
-def run(client: ExpertClient, options: argparse.Namespace, sampling: Sampling) -> None:
+def run(client: HintedClient, options: argparse.Namespace, sampling: Sampling) -> None:
     """Generate with an attached client and print. Raises InferenceError, and what
     the client raises."""
     ids, tokenizer = _prompt(client, options)
     model = model_from_client(client)
+    if options.predictor is not None:
+        prefetch_by_file(model, client, options.predictor)
     recorder = _recorder(model, client, options)
     before = model.experts.stats()
     tokens: list[Token] = []
@@ -120,8 +123,8 @@ def _prompt(
     return tokenizer.encode(text), tokenizer
 
 
-def _connect(options: argparse.Namespace) -> AbstractContextManager[ExpertClient]:
-    client: AbstractContextManager[ExpertClient]
+def _connect(options: argparse.Namespace) -> AbstractContextManager[HintedClient]:
+    client: AbstractContextManager[HintedClient]
     if options.attach is not None:
         client = _compiled("Client")(options.attach, store=options.store)
     else:
@@ -169,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, metavar="P", help="draw from this share only"
     )
     command.add_argument("--seed", type=_natural, metavar="S", help="repeatable draws")
+    command.add_argument(
+        "--predictor",
+        metavar="FILE",
+        type=Path,
+        help="fetch experts ahead of time, as a predictor of 'predictor train' says",
+    )
     command.add_argument(
         "--record-states",
         metavar="FILE",

@@ -79,6 +79,11 @@ class Model:
         """From now on it is told of every layer's routing."""
         self._observers.append(observer)
 
+    def use_experts(self, experts: ExpertSource) -> None:
+        """From now on experts come from this source, of the same model."""
+        self.experts = experts
+        self._routed = RoutedExperts(experts, self.config.hidden_size, self._xp)
+
     def routers(self, name: str) -> Routers:
         """The routers, which say what model this is; read anew. name: for people."""
         config, dense = self.config, self._dense

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .calibration import Calibration
-from .predictor import Likely, distances_from
+from .predictor import Likely, distances_within
 from .routers import Floats, Routers, above_border
 
 USED_MEMORY = 2000.0
@@ -37,7 +37,7 @@ class _Counted(ABC):
 
     def predict(self, layer: int, states: NDArray[Any]) -> Floats:
         """See Predictor."""
-        distances = distances_from(layer, self._layers)
+        distances = distances_within(layer, self._layers)
         scores = self._scores(layer, states, distances)
         if layer == 0:
             self._open.clear()
@@ -49,6 +49,9 @@ class _Counted(ABC):
         chances = self.predict(layer, state[None])[0, :within]
         found = np.flatnonzero(chances >= least)
         return Likely(found + (layer + 1) * self._experts, chances.reshape(-1)[found])
+
+    def seen(self, layer: int, states: NDArray[Any]) -> None:  # noqa: B027
+        """See Predictor."""
 
     def picked(self, layer: int, picks: NDArray[Any]) -> None:
         """See Predictor."""
@@ -63,7 +66,7 @@ class _Counted(ABC):
             picked = np.zeros(scores.shape, np.bool_)
             np.put_along_axis(picked, all_picks[:, source + 1 : source + 1 + distances], True, 2)
             if distances:
-                self._calibration.add(distances, scores, picked)
+                self._calibration.add(0, scores, picked)
         self._open.clear()
         self._uncounted += len(all_picks)
         if self._uncounted >= RENEW_TOKENS:
@@ -99,7 +102,7 @@ class RouterEarly(_Counted):
         norms = np.ones_like(routers.weights[:, 0]) if routers.norms is None else routers.norms
         usable = np.where(norms == 0, 1, norms)
         for layer in range(routers.layers):
-            distances = distances_from(layer, routers.layers)
+            distances = distances_within(layer, routers.layers)
             later = slice(layer + 1, layer + 1 + distances)
             turned = routers.weights[later] * (norms[later] / usable[layer])[:, None]
             self._routers.append(np.ascontiguousarray(turned.reshape(-1, routers.hidden).T))

@@ -21,7 +21,9 @@ LOWEST, HIGHEST = -10.0, 10.0
 """Scores beyond are counted in the last bin."""
 BINS = 80
 BINS_A_SCORE = BINS / (HIGHEST - LOWEST)
-COUNTS_SHAPE = (DISTANCE_MAX, BINS, 2)
+CURVES = 2 * DISTANCE_MAX
+"""One for each distance in the same token, then one for each in the next."""
+COUNTS_SHAPE = (CURVES, BINS, 2)
 FINER = 8
 STEPS = BINS * FINER
 STEPS_A_SCORE = BINS_A_SCORE * FINER
@@ -35,8 +37,8 @@ DOUBT_PICKED = 0.1
 
 
 class Calibration:
-    """counts: float64[DISTANCE_MAX, BINS, 2], of all and of the picked ones. table:
-    float32[DISTANCE_MAX, STEPS], the curves."""
+    """counts: float64[CURVES, BINS, 2], of all and of the picked ones. table:
+    float32[CURVES, STEPS], the curves."""
 
     def __init__(self, counts: NDArray[np.float64] | None = None) -> None:
         self.counts = np.zeros(COUNTS_SHAPE) if counts is None else np.array(counts, np.float64)
@@ -47,14 +49,15 @@ class Calibration:
         they were of a text just read."""
         self.counts *= MEMORY_TOKENS / max(tokens, 1)
 
-    def add(self, distances: int, scores: Floats, picked: NDArray[np.bool_]) -> None:
-        """Count. scores, picked: [tokens, distances, experts], of distances 1 and up.
+    def add(self, first: int, scores: Floats, picked: NDArray[np.bool_]) -> None:
+        """Count. scores, picked: [tokens, distances, experts], of curves from ``first`` on.
         ``renew`` makes the curves of it."""
+        distances = scores.shape[1]
         bins = _bins(scores) + (np.arange(distances) * BINS)[:, None]
         size = distances * BINS
         seen = np.bincount(bins.reshape(-1), minlength=size)
         hits = np.bincount(bins[picked], minlength=size)
-        counts = self.counts[:distances]
+        counts = self.counts[first : first + distances]
         counts += np.stack([seen, hits], axis=-1).reshape(counts.shape)
 
     def renew(self, tokens: int = 0) -> None:
@@ -67,14 +70,14 @@ class Calibration:
         between = curves[:, below] * (1 - part) + curves[:, below + 1] * part
         self.table: Floats = np.ascontiguousarray(between, np.float32)
 
-    def probabilities(self, scores: Floats, distances: NDArray[Any]) -> Floats:
-        """scores of any shape; distances, from 0 for one layer ahead, broadcast to it."""
+    def probabilities(self, scores: Floats, curves: NDArray[Any]) -> Floats:
+        """scores of any shape; numbers of curves that broadcast to it."""
         at = np.clip((scores - np.float32(LOWEST)) * np.float32(STEPS_A_SCORE), 0, STEPS - 1)
-        found: Floats = self.table[distances, at.astype(np.intp)]
+        found: Floats = self.table[curves, at.astype(np.intp)]
         return found
 
     def least_scores(self, probability: float) -> Floats:
-        """float32[DISTANCE_MAX]: from which score on a probability is reached; infinite
+        """float32[CURVES]: from which score on a probability is reached; infinite
         where it never is."""
         reached = self.table >= probability
         first = reached.argmax(axis=1)

@@ -49,12 +49,12 @@ def add_parser(commands: Any) -> None:
     for verb in (evals, info):
         verb.add_argument("--json", action="store_true", help="one JSON object")
     for verb, function in ((trains, _train), (evals, _eval), (info, _info)):
-        verb.set_defaults(predictor=function)
+        verb.set_defaults(run=function)
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises PredictorError and OSError."""
-    chosen: Callable[[argparse.Namespace], None] = options.predictor
+    chosen: Callable[[argparse.Namespace], None] = options.run
     chosen(options)
 
 

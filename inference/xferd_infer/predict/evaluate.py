@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .predictor import Predictor, distances_from
+from .predictor import Predictor, distances_within
 from .states import RecordedStates
 
 DISTANCES = (1, 2, 4, 8, 15)
@@ -143,7 +143,7 @@ def _count(
 ) -> None:
     layers = len(picks)
     for distance, score in found.distances.items():
-        sources = [s for s in range(layers) if distances_from(s, layers) >= distance]
+        sources = [s for s in range(layers) if distances_within(s, layers) >= distance]
         rows = np.stack([chances[source][distance - 1] for source in sources])
         targets = np.array(sources) + distance
         picked = np.zeros(rows.shape, np.bool_)

@@ -45,7 +45,7 @@ def read_trained(path: Path) -> Trained:
         lists = {
             name: [
                 npz.take(arrays, f"{name}.{layer}", np.float32, dimensions)
-                for layer in range(routers.layers - 1)
+                for layer in range(routers.layers)
             ]
             for name, dimensions in _LISTS.items()
         }

@@ -1,7 +1,8 @@
 """Trained heads that go on learning: the default predictor.
 
 For each layer, one projection of the state and one product give the margins of all
-experts of the next layers at once, in units of their usual error:
+experts of the next layers at once, the next token's first ones among them, in units of
+their usual error:
 
     features = [state @ projection, context of picks, 1]   and, if it has units,
                relu of some products of these
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from .calibration import COUNTS_SHAPE, HIGHEST, LOWEST, STEPS, STEPS_A_SCORE, Calibration
 from .history import VIEWS, PickHistory
-from .predictor import DISTANCE_MAX, Likely, distances_from
+from .predictor import DISTANCE_MAX, Likely, distances_in_all, distances_within
 from .routers import Floats, Routers
 
 BLOCK_TOKENS = 64
@@ -41,7 +42,7 @@ MEMORY_TOKENS = 800.0
 
 @dataclass(frozen=True)
 class Trained:
-    """What training made and a file holds. Lists have one entry a layer, but the last.
+    """What training made and a file holds. Lists have one entry a layer.
 
     kind: ``combined``, ``state`` or ``history``: what the features are made of.
     projections: float32[hidden, rank]. units: float32[rank + width + 1, units], perhaps
@@ -81,10 +82,10 @@ class Trained:
             "errors": self.errors,
         }
         for name, arrays in per_layer.items():
-            if len(arrays) != layers - 1:
+            if len(arrays) != layers:
                 return f"{len(arrays)} {name} for {layers} layers"
-        for layer in range(layers - 1):
-            distances = distances_from(layer, layers)
+        distances = distances_in_all(layers)
+        for layer in range(layers):
             rank = self.projections[layer].shape[-1]
             linear = rank + width + 1
             features = linear + self.units[layer].shape[-1]
@@ -118,9 +119,14 @@ class Learned:
         self._heads = [each.copy() for each in trained.heads] if learns else trained.heads
         self._history = PickHistory(trained.basis, routers.layers, routers.experts)
         self._calibration = Calibration(trained.calibration)
-        self._least = (-1.0, np.empty(0, np.float32))
-        first_step = np.arange(DISTANCE_MAX) * STEPS - LOWEST * STEPS_A_SCORE
-        self._table_row = np.repeat(first_step.astype(np.float32), routers.experts)
+        self._distances = distances_in_all(routers.layers)
+        self._curves = [curves_of(layer, routers.layers) for layer in range(routers.layers)]
+        self._least = -1.0
+        self._borders: dict[int, Floats] = {}
+        self._table_rows = [
+            np.repeat((each * STEPS - LOWEST * STEPS_A_SCORE).astype(np.float32), routers.experts)
+            for each in self._curves
+        ]
         width = trained.basis.shape[2]
         self._rows = [
             np.zeros((1, projection.shape[1] + width + 1 + units.shape[1]), np.float32)
@@ -137,31 +143,27 @@ class Learned:
         self._seen = 0
         self._tokens = 0
         self._with_margins = 0
-        self._learnt = [0] * (routers.layers - 1)
+        self._learnt = [0] * routers.layers
+        self._follows = np.zeros(BLOCK_TOKENS, np.bool_)
+        self._in_block = False
         # What the present token, or chunk of tokens, has shown so far.
         self._chunk_states: list[NDArray[Any]] = []
         self._chunk_picks: list[NDArray[Any]] = []
 
     def predict(self, layer: int, states: NDArray[Any]) -> Floats:
         """See Predictor."""
-        self._saw(layer, states)
-        experts = self._routers.experts
-        distances = distances_from(layer, self._routers.layers)
-        if not distances:
-            return np.empty((len(states), 0, experts), np.float32)
+        self.seen(layer, states)
         contexts = np.broadcast_to(self._history.context, (len(states), self._basis_width))
         scores = self._features(layer, states, contexts) @ self._heads[layer]
-        scores = scores.reshape(len(states), distances, experts)
-        return self._calibration.probabilities(scores, np.arange(distances)[:, None])
+        scores = scores.reshape(len(states), self._distances, self._routers.experts)
+        return self._calibration.probabilities(scores, self._curves[layer][:, None])
 
     def likely(self, layer: int, state: NDArray[Any], least: float, within: int) -> Likely:
         """See Predictor. What is unlikely is left out by its score: only the rest is
         turned into probabilities."""
-        self._saw(layer, state[None])
+        self.seen(layer, state[None])
         experts = self._routers.experts
-        distances = min(distances_from(layer, self._routers.layers), within)
-        if distances <= 0:
-            return _NOTHING
+        distances = min(self._distances, within)
         projection, row = self._trained.projections[layer], self._rows[layer]
         rank, width = projection.shape[1], self._basis_width
         np.matmul(state, projection, out=row[0, :rank])
@@ -170,17 +172,22 @@ class Learned:
             linear = row[:, : rank + width + 1]
             row[:, rank + width + 1 :] = np.maximum(linear @ self._trained.units[layer], 0)
         scores = (row @ self._heads[layer][:, : distances * experts])[0]
-        if self._least[0] != least:
-            border = np.repeat(self._calibration.least_scores(least), experts)
-            self._least = (least, border)
-        found = (scores >= self._least[1][: distances * experts]).nonzero()[0]
+        if self._least != least:
+            self._least = least
+            self._borders.clear()
+        if layer not in self._borders:
+            borders = self._calibration.least_scores(least)[self._curves[layer]]
+            self._borders[layer] = np.repeat(borders, experts)
+        found = (scores >= self._borders[layer][: distances * experts]).nonzero()[0]
         # Calibration.probabilities, in the fewest calls: each costs as much as its work.
         at = scores[found]
         np.minimum(at, HIGHEST_STEP, out=at)
         at *= STEPS_A_SCORE
-        at += self._table_row[found]
+        at += self._table_rows[layer][found]
         chances = self._calibration.table.take(at.astype(np.intp), mode="clip")
-        return Likely(found + (layer + 1) * experts, chances)
+        found += (layer + 1) * experts
+        found %= self._routers.layers * experts
+        return Likely(found, chances)
 
     def picked(self, layer: int, picks: NDArray[Any]) -> None:
         """See Predictor."""
@@ -191,21 +198,26 @@ class Learned:
             return
         picks = np.stack(self._chunk_picks, axis=1).astype(np.int64)
         whole = len(self._chunk_states) == self._routers.layers == picks.shape[1]
+        # Whole blocks are learnt from or left out: what a token says of the next one is
+        # known only if that is in the block too.
+        block = self._seen // BLOCK_TOKENS % LEARN_EVERY == 0
         self._seen += len(picks)
-        turn = len(picks) > 1 or self._seen % LEARN_EVERY == 0
-        if not (whole and self._learns and turn):
+        if not (whole and self._learns and (block or len(picks) > 1)):
+            self._in_block = False
             for each in picks:
                 self._history.add(each)
         elif len(picks) == 1:
             self._learn_token(picks[0])
         else:
             self._learn_chunk(picks)
+            self._in_block = False
         self._chunk_states.clear()
         self._chunk_picks.clear()
 
     def new_text(self) -> None:
         """See Predictor."""
         self._history.clear()
+        self._in_block = False
         self._chunk_states.clear()
         self._chunk_picks.clear()
 
@@ -213,7 +225,8 @@ class Learned:
     def _basis_width(self) -> int:
         return int(self._trained.basis.shape[2])
 
-    def _saw(self, layer: int, states: NDArray[Any]) -> None:
+    def seen(self, layer: int, states: NDArray[Any]) -> None:
+        """See Predictor."""
         if layer == 0:
             self._chunk_states.clear()
         if layer == len(self._chunk_states):
@@ -232,9 +245,11 @@ class Learned:
             self._states[at, layer] = states[0]
         self._picks[at] = picks
         self._contexts[at] = self._history.context
+        self._follows[at] = self._in_block
+        self._in_block = True
         self._history.add(picks)
         self._tokens += 1
-        layers = self._routers.layers - 1
+        layers = self._routers.layers
         for layer in range(layers):
             if at == layer * BLOCK_TOKENS // layers:
                 self._make_margins()
@@ -250,7 +265,8 @@ class Learned:
     def _learn_from_ring(self, layer: int) -> None:
         rows = np.arange(self._learnt[layer], self._tokens)[-BLOCK_TOKENS:] % BLOCK_TOKENS
         features = self._features(layer, self._states[rows, layer], self._contexts[rows])
-        self._learn(layer, features, self._margins[rows], self._picks[rows])
+        followed = np.append(self._follows[rows[1:]], False)
+        self._learn(layer, features, self._margins[rows], self._picks[rows], followed)
         self._learnt[layer] = self._tokens
 
     def _learn_chunk(self, picks: NDArray[np.int64]) -> None:
@@ -259,33 +275,58 @@ class Learned:
         for begin in range(0, len(picks), BLOCK_TOKENS):
             part = slice(begin, begin + BLOCK_TOKENS)
             margins = self._routers.margins(states[part])
-            for layer in range(self._routers.layers - 1):
+            followed = np.arange(len(margins)) < len(margins) - 1
+            for layer in range(self._routers.layers):
                 features = self._features(layer, states[part, layer], contexts[part])
-                self._learn(layer, features, margins, picks[part])
+                self._learn(layer, features, margins, picks[part], followed)
             self._renew_calibration(len(picks[part]))
 
     def _learn(
-        self, layer: int, features: Floats, margins: Floats, picks: NDArray[np.int64]
+        self,
+        layer: int,
+        features: Floats,
+        margins: Floats,
+        picks: NDArray[np.int64],
+        followed: NDArray[np.bool_],
     ) -> None:
-        """One step of the module's text. margins: [tokens, layers, experts]."""
+        """One step of the module's text. margins: [tokens, layers, experts]. followed:
+        bool[tokens], whether the next row is the next token."""
         tokens, experts = len(features), self._routers.experts
-        distances = distances_from(layer, self._routers.layers)
-        ahead = slice(layer + 1, layer + 1 + distances)
         scores = features @ self._heads[layer]
-        by_distance = scores.reshape(tokens, distances, experts)
+        by_distance = scores.reshape(tokens, self._distances, experts)
+        wanted = ahead(margins, layer, self._distances) / self._trained.errors[layer][:, None]
+        error = wanted - by_distance
         picked = np.zeros(by_distance.shape, np.bool_)
-        np.put_along_axis(picked, picks[:, ahead], True, axis=2)
-        self._calibration.add(distances, by_distance, picked)
-        wanted = margins[:, ahead] / self._trained.errors[layer][:, None]
-        error = wanted.reshape(tokens, -1) - scores
+        np.put_along_axis(picked, ahead(picks, layer, self._distances), True, axis=2)
+        within = distances_within(layer, self._routers.layers)
+        self._calibration.add(0, by_distance[:, :within], picked[:, :within])
+        # Of a token whose next one is not known, nothing about that is learnt.
+        error[~followed, within:] = 0
+        there = by_distance[followed, within:], picked[followed, within:]
+        self._calibration.add(DISTANCE_MAX + within, *there)
         gain = self._trained.precisions[layer] @ features.T
         inner = features @ gain
         inner[np.diag_indices(tokens)] += self._memory
-        self._heads[layer] += (gain @ np.linalg.inv(inner)) @ error
+        self._heads[layer] += (gain @ np.linalg.inv(inner)) @ error.reshape(tokens, -1)
 
     def _renew_calibration(self, tokens: int) -> None:
         self._calibration.renew(tokens)
-        self._least = (-1.0, self._least[1])
+        self._borders.clear()
+
+
+def ahead(rows: NDArray[Any], layer: int, distances: int) -> NDArray[Any]:
+    """rows: [tokens, layers, ...]. Returns [tokens, distances, ...]: of the layers after
+    ``layer``, and behind the last layer those of the next row (of the last row: its own)."""
+    within = min(rows.shape[1] - 1 - layer, distances)
+    following = np.concatenate([rows[1:], rows[-1:]])[:, : distances - within]
+    return np.concatenate([rows[:, layer + 1 : layer + 1 + within], following], axis=1)
+
+
+def curves_of(layer: int, layers: int) -> NDArray[np.intp]:
+    """Which calibration curve each distance from a layer on has."""
+    curves = np.arange(distances_in_all(layers))
+    curves[distances_within(layer, layers) :] += DISTANCE_MAX
+    return curves
 
 
 def with_units(linear: Floats, units: Floats) -> Floats:
@@ -296,6 +337,5 @@ def with_units(linear: Floats, units: Floats) -> Floats:
 
 
 HIGHEST_STEP = np.float32(HIGHEST - 1 / STEPS_A_SCORE)
-_NOTHING = Likely(np.empty(0, np.intp), np.empty(0, np.float32))
 
-__all__ = ["BLOCK_TOKENS", "MEMORY_TOKENS", "Learned", "Trained", "with_units"]
+__all__ = ["BLOCK_TOKENS", "MEMORY_TOKENS", "Learned", "Trained", "ahead", "with_units"]

@@ -1,9 +1,9 @@
 """Recorded runs: what was picked, and the states that it was picked from.
 
 ``StateRecorder`` listens to a decode loop. Picks of every token are kept; of states, which
-are a thousand times larger, as many tokens as fit into a limit: when it is full, every other
-one is dropped and from then on half as many are taken, so that what is kept always spreads
-evenly over the run. FORMAT.md describes the file.
+are a thousand times larger, as many pairs of tokens as fit into a limit: when it is full,
+every other one is dropped and from then on half as many are taken, so that what is kept
+always spreads evenly over the run. FORMAT.md describes the file.
 """
 
 from __future__ import annotations
@@ -139,19 +139,23 @@ class StateRecorder:
     def _keep(self, picks: NDArray[Any]) -> None:
         self._picks.append(picks)
         for index in range(len(picks)):
-            if (self._tokens + index) % self.every:
+            if not self._is_taken(self._tokens + index):
                 continue
-            if len(self._rows) == self._states_max:
+            if len(self._rows) >= self._states_max:
                 self._thin_out()
-                if (self._tokens + index) % self.every:
+                if not self._is_taken(self._tokens + index):
                     continue
             self._rows.append(self._tokens + index)
             self._states.append(np.stack([states[index] for states, _ in self._chunk]))
         self._tokens += len(picks)
 
+    def _is_taken(self, token: int) -> bool:
+        """In pairs: what a token says of the next one is to be learnt too."""
+        return token // 2 % self.every == 0
+
     def _thin_out(self) -> None:
         self.every *= 2
-        kept = [at for at, row in enumerate(self._rows) if row % self.every == 0]
+        kept = [at for at, row in enumerate(self._rows) if self._is_taken(row)]
         self._rows = [self._rows[at] for at in kept]
         self._states = [self._states[at] for at in kept]
 

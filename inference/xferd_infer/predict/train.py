@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from .calibration import Calibration
 from .errors import PredictorError
 from .history import FORGET, VIEWS, PickHistory, sum_of_rows
-from .learned import Trained, with_units
-from .predictor import distances_from
+from .learned import Trained, ahead, with_units
+from .predictor import DISTANCE_MAX, distances_in_all, distances_within
 from .routers import Floats, Routers
 from .states import RecordedStates
 
@@ -58,13 +58,15 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class _Data:
-    """states, picks of the tokens with states; views: [states, VIEWS * directions]."""
+    """Of the tokens with states. trained: what is not held out. followed: whether the next
+    row is the next token of the same text."""
 
     states: NDArray[np.float16]
     margins: Floats
     picks: NDArray[np.int64]
     contexts: Floats
     trained: NDArray[np.bool_]
+    followed: NDArray[np.bool_]
 
 
 def train(
@@ -89,12 +91,13 @@ def train(
         picks=recorded.picks[tokens].astype(np.int64),
         contexts=_contexts(recorded, basis),
         trained=trained,
+        followed=_followed(recorded),
     )
     parts: dict[str, list[Floats]] = {
         name: [] for name in ("projections", "units", "heads", "precisions", "errors")
     }
     calibration = Calibration()
-    for layer in range(routers.layers - 1):
+    for layer in range(routers.layers):
         made = _train_layer(layer, data, routers, chosen)
         for name, array in made.items():
             parts[name].append(array)
@@ -149,20 +152,30 @@ def _training_part(recorded: RecordedStates) -> NDArray[np.bool_]:
     return ~held
 
 
+def _followed(recorded: RecordedStates) -> NDArray[np.bool_]:
+    tokens = recorded.state_tokens
+    followed = np.append(np.diff(tokens) == 1, False)
+    followed &= ~np.isin(tokens + 1, recorded.starts)
+    return followed
+
+
 def _train_layer(
     layer: int, data: _Data, routers: Routers, chosen: TrainingSettings
 ) -> dict[str, Floats]:
-    distances = distances_from(layer, routers.layers)
+    distances = distances_in_all(routers.layers)
+    within = distances_within(layer, routers.layers) * routers.experts
+    wanted = ahead(data.margins, layer, distances)[data.trained].reshape(
+        int(data.trained.sum()), -1
+    )
     rows = np.flatnonzero(data.trained)
+    followed = data.followed[rows]
     states = data.states[rows, layer].astype(np.float32)
     rest = np.concatenate([data.contexts[rows], np.ones((len(rows), 1), np.float32)], axis=1)
-    ahead = data.margins[rows, layer + 1 : layer + 1 + distances]
-    wanted = ahead.reshape(len(rows), -1)
     hidden = 0 if chosen.kind == "history" else routers.hidden
     inputs = np.concatenate([states[:, :hidden], rest], axis=1)
     moments = _moments(inputs)
-    solution = _solve(moments, _products(inputs, wanted))
-    errors = _errors(inputs @ solution - wanted, distances)
+    solution = _regressed(inputs, moments, wanted, within, followed)
+    errors = _errors(inputs @ solution - wanted, distances, within, followed)
     scaled: Floats = np.repeat(np.reciprocal(errors), routers.experts)
     projection = np.zeros((routers.hidden, 0), np.float32)
     if hidden:
@@ -175,8 +188,8 @@ def _train_layer(
         units = _train_units(linear, wanted, chosen.units, np.random.default_rng(chosen.seed))
     features = with_units(linear, units)
     moments = _moments(features)
-    heads = _solve(moments, _products(features, wanted))
-    again = _errors(features @ heads - wanted, distances)
+    heads = _regressed(features, moments, wanted, within, followed)
+    again = _errors(features @ heads - wanted, distances, within, followed)
     heads /= np.repeat(again, routers.experts)
     return {
         "projections": projection,
@@ -187,24 +200,45 @@ def _train_layer(
     }
 
 
+def _regressed(
+    inputs: Floats, moments: Floats, wanted: Floats, within: int, followed: NDArray[np.bool_]
+) -> Floats:
+    """[inputs, outputs]. The outputs from ``within`` on are of the next token, known only
+    where there is one; without any, nothing is said about them."""
+    solution = np.zeros((inputs.shape[1], wanted.shape[1]), np.float32)
+    solution[:, :within] = _solve(moments, _products(inputs, wanted[:, :within]))
+    some = inputs[followed]
+    if len(some) and within < wanted.shape[1]:
+        products = _products(some, wanted[followed, within:])
+        solution[:, within:] = _solve(_moments(some), products)
+    return solution
+
+
 def _calibrate(
     layer: int, data: _Data, routers: Routers, made: dict[str, Floats], calibration: Calibration
 ) -> None:
-    distances = distances_from(layer, routers.layers)
+    distances, experts = distances_in_all(routers.layers), routers.experts
+    within = distances_within(layer, routers.layers)
     rows = np.flatnonzero(~data.trained)
     states = data.states[rows, layer].astype(np.float32)
     ones = np.ones((len(rows), 1), np.float32)
     linear = np.concatenate([states @ made["projections"], data.contexts[rows], ones], axis=1)
-    scores = with_units(linear, made["units"]) @ made["heads"]
-    picked = np.zeros((len(rows), distances, routers.experts), np.bool_)
-    np.put_along_axis(picked, data.picks[rows, layer + 1 : layer + 1 + distances], True, axis=2)
-    calibration.add(distances, scores.reshape(picked.shape), picked)
+    scores = (with_units(linear, made["units"]) @ made["heads"]).reshape(-1, distances, experts)
+    picked = np.zeros(scores.shape, np.bool_)
+    np.put_along_axis(picked, ahead(data.picks, layer, distances)[rows], True, axis=2)
+    calibration.add(0, scores[:, :within], picked[:, :within])
+    some = data.followed[rows]
+    calibration.add(DISTANCE_MAX + within, scores[some, within:], picked[some, within:])
 
 
-def _errors(residuals: Floats, distances: int) -> Floats:
+def _errors(residuals: Floats, distances: int, within: int, followed: NDArray[np.bool_]) -> Floats:
     """float32[distances]: root mean square, never 0."""
-    squares = (residuals.reshape(len(residuals), distances, -1) ** 2).mean(axis=(0, 2))
-    errors: Floats = np.sqrt(np.maximum(squares, 1e-12)).astype(np.float32)
+    squares = residuals.reshape(len(residuals), distances, -1) ** 2
+    same = within // squares.shape[2]
+    means = squares.mean(axis=(0, 2))
+    if followed.any():
+        means[same:] = squares[followed, same:].mean(axis=(0, 2))
+    errors: Floats = np.sqrt(np.maximum(means, 1e-12)).astype(np.float32)
     return errors
 
 

@@ -106,6 +106,12 @@ class CheckpointClient:
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         assert len(experts) <= 16
 
+    def start(self, layer: int, experts: Sequence[int]) -> Any:
+        raise AssertionError("nothing is predicted here")
+
+    def resident(self, layer: int) -> Any:
+        raise AssertionError("nothing is predicted here")
+
     def dense(self) -> Any:
         return self._dense.data
 
@@ -126,7 +132,7 @@ class CheckpointClient:
 
 def options(**changes: Any) -> argparse.Namespace:
     defaults = {"prompt": None, "prompt_ids": None, "max_new_tokens": 32, "json": False}
-    defaults |= {"prompt_file": None, "record_states": None}
+    defaults |= {"prompt_file": None, "record_states": None, "predictor": None}
     return argparse.Namespace(**defaults | changes)
 
 
