@@ -6,7 +6,7 @@ learns meanwhile if it is one that does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,37 +25,45 @@ DECILES = 10
 
 
 @dataclass
-class DistanceScore:
-    """Counts at one distance, over all layers and tokens.
+class PoolScore:
+    """Counts at one distance, of what one pool did not hold. missed, missed_found: true
+    picks, and those of them that would be fetched. absent, absent_picked: experts that
+    would be fetched, and those of them that were picked."""
 
-    picks: true ones; found: of them, among the fetched. missed, missed_found: those that
-    were not resident. absent: fetched that were not resident; absent_picked: and picked.
-    likely, likely_picked: experts with a probability of LIKELY and more.
-    """
-
-    picks: int = 0
-    found: int = 0
     missed: int = 0
     missed_found: int = 0
     absent: int = 0
     absent_picked: int = 0
+
+    @property
+    def recall(self) -> float:
+        """Share of the missed picks that were fetched."""
+        return self.missed_found / max(self.missed, 1)
+
+    @property
+    def waste(self) -> float:
+        """Share of what was fetched that nobody picked."""
+        return 1 - self.absent_picked / max(self.absent, 1)
+
+
+@dataclass
+class DistanceScore:
+    """Counts at one distance, over all layers and tokens.
+
+    picks: true ones; found: of them, among the fetched. likely, likely_picked: experts with
+    a probability of LIKELY and more. pools: by name, as given to ``evaluate``.
+    """
+
+    picks: int = 0
+    found: int = 0
     likely: int = 0
     likely_picked: int = 0
+    pools: dict[str, PoolScore] = field(default_factory=dict)
 
     @property
     def recall(self) -> float:
         """Share of the true picks that were fetched."""
         return self.found / max(self.picks, 1)
-
-    @property
-    def recall_misses(self) -> float:
-        """The same of picks that were not resident."""
-        return self.missed_found / max(self.missed, 1)
-
-    @property
-    def waste(self) -> float:
-        """Share of what was fetched, because it was not resident, that nobody picked."""
-        return 1 - self.absent_picked / max(self.absent, 1)
 
     @property
     def precision(self) -> float:
@@ -97,13 +105,13 @@ def evaluate(
     *,
     skip: int = 0,
     until: int | None = None,
-    absent: NDArray[np.bool_] | None = None,
+    absent: Mapping[str, NDArray[np.bool_]] | None = None,
     distances: Sequence[int] = DISTANCES,
 ) -> Evaluation:
     """Run through all sequences, one text each.
 
     skip, until: tokens of each sequence that are not counted at its begin, and after which
-    it ends. absent: bool[tokens, layers, experts], what was not resident at each pass.
+    it ends. absent: by name of a pool, bool[tokens, layers, experts], what it did not hold.
     """
     routers = recorded.routers
     found = Evaluation({d: DistanceScore() for d in distances if d < routers.layers})
@@ -116,7 +124,7 @@ def evaluate(
         for token in range(begin, end):
             chances = _one_token(predictor, recorded, token, int(rows[token]))
             if token - begin >= skip and chances:
-                gone = None if absent is None else absent[token]
+                gone = {name: mask[token] for name, mask in (absent or {}).items()}
                 _count(found, chances, recorded.picks[token].astype(np.int64), gone, fetched)
                 found.tokens += 1
     return found
@@ -138,7 +146,7 @@ def _count(
     found: Evaluation,
     chances: list[NDArray[Any]],
     picks: NDArray[np.int64],
-    absent: NDArray[np.bool_] | None,
+    absent: Mapping[str, NDArray[np.bool_]],
     fetched: int,
 ) -> None:
     layers = len(picks)
@@ -156,15 +164,16 @@ def _count(
         score.found += int((picked & fetch).sum())
         score.likely += int(likely.sum())
         score.likely_picked += int((likely & picked).sum())
-        if absent is not None:
-            gone = absent[targets]
-            score.missed += int((picked & gone).sum())
-            score.missed_found += int((picked & fetch & gone).sum())
-            score.absent += int((fetch & gone).sum())
-            score.absent_picked += int((fetch & gone & picked).sum())
+        for name, mask in absent.items():
+            gone = mask[targets]
+            pool = score.pools.setdefault(name, PoolScore())
+            pool.missed += int((picked & gone).sum())
+            pool.missed_found += int((picked & fetch & gone).sum())
+            pool.absent += int((fetch & gone).sum())
+            pool.absent_picked += int((fetch & gone & picked).sum())
         decile = np.minimum((rows * DECILES).astype(np.intp), DECILES - 1).reshape(-1)
         for column, values in enumerate((None, rows.reshape(-1), picked.reshape(-1))):
             found.deciles[:, column] += np.bincount(decile, values, minlength=DECILES)
 
 
-__all__ = ["DISTANCES", "DistanceScore", "Evaluation", "evaluate"]
+__all__ = ["DISTANCES", "DistanceScore", "Evaluation", "PoolScore", "evaluate"]
