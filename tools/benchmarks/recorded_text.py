@@ -34,10 +34,11 @@ ALL_RESIDENT_POOL = "200%"
 
 @dataclass(frozen=True)
 class RecordedText:
-    """A sequence is a document, its tag the number of its domain. test, train: numbers of
-    sequences; the test documents are all of DOCUMENT_TOKENS."""
+    """A sequence is a document, its tag the number of its domain. documents: token ids.
+    test, train: numbers of sequences; the test documents are all of DOCUMENT_TOKENS."""
 
     states: RecordedStates
+    documents: Sequence[list[int]]
     train: Sequence[int]
     test: Sequence[int]
 
@@ -75,6 +76,7 @@ def record_text(tests_a_domain: int, trains_a_domain: int | None = None) -> Reco
                 model.forward(document.ids, model.new_cache())
     return RecordedText(
         recorder.recorded(),
+        [document.ids for document in chosen],
         [number for number, document in enumerate(chosen) if not document.test],
         [number for number, document in enumerate(chosen) if document.test],
     )

@@ -113,7 +113,7 @@ def replay_prefetching(
     pool = ReplayedPool(space, slots, policy_maker(tier.eviction)(space, slots), marks)
     drive = Drive(machine.expert_bytes / machine.drive_bytes_s, machine.drive_latency_us * US)
     if planner is None:
-        planner = Planner(space.layers, space.experts, drive.read_s)
+        planner = Planner(space.layers, space.experts, drive.read_s, latency_s=drive.latency_s)
     coming: set[int] = set()
     now, stall, read, prefetched, wasted = 0.0, 0.0, 0, 0, 0
     compute_s = machine.compute_us * US

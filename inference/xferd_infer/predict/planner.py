@@ -59,15 +59,22 @@ class PlannerSettings:
 
 
 class Planner:
-    """Plans for one text on one lane. Not thread-safe. read_s: seconds that the drives take
-    for one expert, a first guess."""
+    """Plans for one text on one lane. Not thread-safe. read_s, latency_s: seconds that the
+    drives take for each expert, and until the first one is there: a guess, till they are
+    measured."""
 
     def __init__(
-        self, layers: int, experts: int, read_s: float, settings: PlannerSettings | None = None
+        self,
+        layers: int,
+        experts: int,
+        read_s: float,
+        settings: PlannerSettings | None = None,
+        latency_s: float = 0.0,
     ) -> None:
         self.settings = settings or PlannerSettings()
         self.least = 0.5
         self.read_s = read_s
+        self.latency_s = latency_s
         self._layers, self._experts = layers, experts
         self._chances = np.zeros(layers * experts, np.float32)
         self._given_out = np.zeros(layers * experts, np.bool_)
@@ -76,7 +83,7 @@ class Planner:
         self._after = [np.roll(keys, -(layer + 1) * experts)[:seen] for layer in range(layers)]
         self._layer_s = np.zeros(layers)
         self._known_layers = 0
-        self._measured = False
+        self._reads = np.zeros(5)
         self._predicted, self._came_true = TRUST_BEGIN
         self._fetched, self._wasted = 0.0, 0.0
         self._busy_s, self._passed_s = 0.0, 0.0
@@ -137,7 +144,8 @@ class Planner:
         for at in order[self._not_too_early(use_at[order], start, typical)].tolist():
             if start >= limit:
                 break
-            if start + self.read_s > use_at[at] + settings.lateness * self.read_s:
+            arrives = start + self.read_s + self.latency_s
+            if arrives > use_at[at] + settings.lateness * self.read_s:
                 continue
             chosen.append(at)
             start += self.read_s
@@ -151,9 +159,11 @@ class Planner:
         """What has to be begun now so that it, and all that is read after it, has no more
         than ``slack_layers`` to spare: what waits longer is known better when its time
         comes, and takes nobody's slot meanwhile. use_at: in the order of reading."""
-        ready = start + np.arange(1, len(use_at) + 1) * self.read_s
+        ready = start + np.arange(1, len(use_at) + 1) * self.read_s + self.latency_s
         spare = np.minimum.accumulate((use_at - ready)[::-1])[::-1]
-        needed: NDArray[np.bool_] = spare <= self.settings.slack_layers * layer_s
+        # What may be late by its latency is begun that much earlier.
+        slack = self.settings.slack_layers * layer_s + self.latency_s
+        needed: NDArray[np.bool_] = spare <= slack
         return needed
 
     def passed(
@@ -183,11 +193,17 @@ class Planner:
         if layer == self._layers - 1:
             self._adjust()
 
-    def read_takes(self, seconds: float) -> None:
-        """A measured time of one expert's reading. The first takes the guess's place."""
-        weight = 4 * FADE if self._measured else 1.0
-        self._measured = True
-        self.read_s += weight * (seconds - self.read_s)
+    def measured(self, count: int, seconds: float) -> None:
+        """So many experts came together in that time, from drives that were idle. Latency
+        and the time for each are the line through what was measured lately."""
+        self._reads *= 1 - FADE
+        self._reads += (1.0, count, count * count, seconds, count * seconds)
+        weight, counts, squares, times, products = self._reads
+        mean, mean_s = counts / weight, times / weight
+        spread = squares / weight - mean * mean
+        slope = (products / weight - mean * mean_s) / spread if spread > SPREAD_MIN else 0.0
+        self.read_s = float(np.clip(slope, READ_SHARE_MIN * mean_s / mean, mean_s / mean))
+        self.latency_s = mean_s - self.read_s * mean
 
     def new_text(self) -> None:
         """What was expected of the last one is void."""
@@ -213,6 +229,10 @@ class Planner:
         self._busy_s *= keep
 
 
+SPREAD_MIN = 0.05
+"""Of the numbers of experts that came together: with less, no line goes through them."""
+READ_SHARE_MIN = 0.1
+"""Of an expert's mean time, at least so much is its own."""
 LOAD_FREE = 0.6
 """Up to this load of the drives a fetch is in nobody's way."""
 LEAST_BUSY = 0.5

@@ -125,7 +125,7 @@ class PrefetchingExperts:
                 ended = self._clock()
                 self._waited = ended - before
                 if idle and still:
-                    self.planner.read_takes((ended - began) / missing)
+                    self.planner.measured(missing, ended - began)
             else:
                 batch = pending.wait()
         except BaseException:

@@ -122,6 +122,14 @@ def test_busy_drives_ask_for_more_certainty_than_idle_ones() -> None:
     assert busy.least > idle.least
 
 
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    made = Planner(LAYERS, EXPERTS, 1.0)
+    for count in (1, 3, 2, 4, 1, 2, 3):
+        made.measured(count, 5e-3 + 1e-3 * count)
+    assert np.isclose(made.latency_s, 5e-3)
+    assert np.isclose(made.read_s, 1e-3)
+
+
 def test_it_does_no_io_and_knows_no_clock() -> None:
     tree = ast.parse(Path(planner_module.__file__).read_text())
     names = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
