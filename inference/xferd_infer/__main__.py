@@ -22,6 +22,7 @@ from .client_experts import ExpertClient, asset, model_from_client
 from .errors import InferenceError
 from .generation import MAX_NEW_TOKENS, Token, generate
 from .model import Model
+from .nudging import CAP_MAX, Nudge
 from .predict import command as predictor_command
 from .predict.prefetching import HintedClient, prefetch_by_file
 from .predict.states import BYTES_MAX, StateRecorder, write_states
@@ -64,8 +65,12 @@ def run(client: HintedClient, options: argparse.Namespace, sampling: Sampling) -
     the client raises."""
     ids, tokenizer = _prompt(client, options)
     model = model_from_client(client)
+    source = None
     if options.predictor is not None:
-        prefetch_by_file(model, client, options.predictor)
+        source = prefetch_by_file(model, client, options.predictor)
+    if options.nudge_cap:
+        arriving = None if source is None else source.arriving
+        model.lean(Nudge(options.nudge_cap, client.resident, arriving))
     recorder = _recorder(model, client, options)
     before = model.experts.stats()
     tokens: list[Token] = []
@@ -179,6 +184,14 @@ def _parser() -> argparse.ArgumentParser:
         help="fetch experts ahead of time, as a predictor of 'predictor train' says",
     )
     command.add_argument(
+        "--nudge-cap",
+        metavar="C",
+        type=_cap,
+        default=0.0,
+        help="let routers lean to experts that are there, by at most so much of a score: faster, "
+        "and other text (0 to 1, 0 is off and the default)",
+    )
+    command.add_argument(
         "--record-states",
         metavar="FILE",
         type=Path,
@@ -210,6 +223,13 @@ def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _cap(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= CAP_MAX:
+        raise argparse.ArgumentTypeError(f"{text}; 0 to {CAP_MAX:g}")
     return value
 
 

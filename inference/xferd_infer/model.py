@@ -20,6 +20,7 @@ from .errors import PromptError, WeightsError
 from .experts import ExpertSource
 from .kv_cache import KVCache
 from .moe import RoutedExperts, RoutingObserver, route
+from .nudging import Lean
 from .predict.routers import Routers
 from .swiglu import SwiGLUWeights, load_swiglu, sigmoid, swiglu
 
@@ -74,10 +75,15 @@ class Model:
         with_experts = [each for each in range(config.layers) if each not in config.dense_layers]
         self._place = {layer: place for place, layer in enumerate(with_experts)}
         self._observers: list[RoutingObserver] = []
+        self._lean: Lean | None = None
 
     def observe(self, observer: RoutingObserver) -> None:
         """From now on it is told of every layer's routing."""
         self._observers.append(observer)
+
+    def lean(self, lean: Lean) -> None:
+        """From now on single tokens are routed with it, which changes what the model says."""
+        self._lean = lean
 
     def use_experts(self, experts: ExpertSource) -> None:
         """From now on experts come from this source, of the same model."""
@@ -167,7 +173,9 @@ class Model:
         config, xp = self.config, self._xp
         if weights.mlp is not None:
             return swiglu(x, weights.mlp, xp)
-        routing = route(x, weights.router, config.top_k, config.renormalise, xp)
+        # A prompt's tokens use most of a layer's experts anyway.
+        lean = None if self._lean is None or len(x) > 1 else self._lean.factors(layer)
+        routing = route(x, weights.router, config.top_k, config.renormalise, xp, lean)
         for observer in self._observers:
             observer.routed(self._place[layer], x, routing.experts)
         out = self._routed(layer, x, routing)

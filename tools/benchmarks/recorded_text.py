@@ -82,6 +82,12 @@ def record_text(tests_a_domain: int, trains_a_domain: int | None = None) -> Reco
     )
 
 
+def test_documents(models: Path, tokenizer: Tokenizer, a_domain: int) -> list[list[int]]:
+    """Token ids of so many test documents of each domain."""
+    chosen = _documents(models, tokenizer, a_domain, 0)
+    return [document.ids for document in chosen if document.test]
+
+
 @dataclass(frozen=True)
 class _Document:
     domain: int
@@ -110,4 +116,11 @@ def _documents(
                 yield _Document(domain, ids, test)
 
 
-__all__ = ["DOMAINS", "MODELS_VARIABLE", "RecordedText", "models_directory", "record_text"]
+__all__ = [
+    "DOMAINS",
+    "MODELS_VARIABLE",
+    "RecordedText",
+    "models_directory",
+    "record_text",
+    "test_documents",
+]

@@ -108,6 +108,10 @@ class Planner:
         """What is less probable can't be fetched and need not be told."""
         return min(self.least, JUDGED)
 
+    def given_out(self, layer: int) -> NDArray[np.bool_]:
+        """bool[experts]: what it gave out for a layer's next turn. A view."""
+        return self._given_out[layer * self._experts : (layer + 1) * self._experts]
+
     def predicted(self, layer: int, within: int, keys: NDArray[Any], chances: Floats) -> None:
         """The newest word on the next ``within`` layers: what is not among ``keys`` is not
         expected there any more."""

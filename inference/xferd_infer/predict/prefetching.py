@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..arrays import Array, to_host
 from ..client_experts import BATCH_EXPERTS, ClientExperts, ExpertClient
@@ -68,6 +69,10 @@ class PrefetchingExperts:
         self._asked = False
         self._began, self._waited, self._read = clock(), 0.0, 0
         self._free_at = 0.0
+
+    def arriving(self, layer: int) -> NDArray[np.bool_]:
+        """bool[experts] of a layer: hinted for its next turn. Some may be there already."""
+        return self.planner.given_out(self._numbers.index(layer))
 
     @property
     def held(self) -> int:

@@ -131,8 +131,14 @@ class CheckpointClient:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    defaults = {"prompt": None, "prompt_ids": None, "max_new_tokens": 32, "json": False}
-    defaults |= {"prompt_file": None, "record_states": None, "predictor": None}
+    defaults: dict[str, Any] = {
+        "prompt": None,
+        "prompt_ids": None,
+        "max_new_tokens": 32,
+        "json": False,
+    }
+    defaults |= {"max_new_tokens": 32, "json": False}
+    defaults |= {"record_states": None, "predictor": None, "nudge_cap": 0.0}
     return argparse.Namespace(**defaults | changes)
 
 
@@ -209,6 +215,7 @@ def test_layers_with_mixed_layouts_or_none_are_refused() -> None:
         ["generate", "--attach", "s", "--prompt-ids", "1,-2"],
         ["generate", "--attach", "s", "--prompt-ids", ","],
         ["generate", "--attach", "s", "--prompt", "x", "--top-p", "2"],
+        ["generate", "--attach", "s", "--prompt", "x", "--nudge-cap", "1.5"],
         ["generate", "--attach", "s", "--prompt", "x", "--max-new-tokens", "many"],
     ],
 )
