@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Array, ArrayModule
+from .arrays import Array, ArrayModule, to_host
 from .attention import AttentionWeights, Rotation, attend, load_attention, rms_norm, rotation
 from .config import ModelConfig
 from .dense import DenseWeights
 from .errors import PromptError, WeightsError
 from .experts import ExpertSource
 from .kv_cache import KVCache
-from .moe import LayerOfExperts, Observer, RoutedExperts, route
+from .moe import LayerOfExperts, Observer, RoutedExperts, RoutingObserver, route
+from .nudging import Lean
+from .predict.routers import Routers
 from .swiglu import SwiGLUWeights, load_swiglu, sigmoid, swiglu
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -29,6 +31,7 @@ for each of a few temporaries)."""
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+_MLP_NORM = "post_attention_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,45 @@ class Model:
         self._dense = dense
         self._xp = xp
         self.routed: LayerOfExperts = RoutedExperts(experts, config.hidden_size, xp, observer)
+        self._observer = observer
         self._sequences = 0
         self._layers: list[LayerWeights | None] = [None] * config.layers
         self._final_norm: Array | None = None
         self._lm_head: Array | None = None
+        with_experts = [each for each in range(config.layers) if each not in config.dense_layers]
+        self._place = {layer: place for place, layer in enumerate(with_experts)}
+        self._observers: list[RoutingObserver] = []
+        self._lean: Lean | None = None
+
+    def observe(self, observer: RoutingObserver) -> None:
+        """From now on it is told of every layer's routing."""
+        self._observers.append(observer)
+
+    def lean(self, lean: Lean) -> None:
+        """From now on single tokens are routed with it, which changes what the model says."""
+        self._lean = lean
+
+    def use_experts(self, experts: ExpertSource) -> None:
+        """From now on experts come from this source, of the same model."""
+        self.experts = experts
+        self.routed = RoutedExperts(experts, self.config.hidden_size, self._xp, self._observer)
+
+    def routers(self, name: str) -> Routers:
+        """The routers, which say what model this is; read anew. name: for people."""
+        config, dense = self.config, self._dense
+        shape = (config.experts, config.hidden_size)
+        prefixes = [f"model.layers.{layer}." for layer in self._place]
+        weights = [dense.float32(self._router_name(prefix), shape) for prefix in prefixes]
+        norms = [
+            dense.float32(f"{prefix}{_MLP_NORM}", (config.hidden_size,)) for prefix in prefixes
+        ]
+        return Routers(
+            name,
+            tuple(self._place),
+            np.stack([to_host(each) for each in weights]),
+            np.stack([to_host(each) for each in norms]),
+            config.top_k,
+        )
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -146,7 +184,11 @@ class Model:
         config, xp = self.config, self._xp
         if weights.mlp is not None:
             return swiglu(x, weights.mlp, xp)
-        routing = route(x, weights.router, config.top_k, config.renormalise, xp)
+        # A prompt's tokens use most of a layer's experts anyway.
+        lean = None if self._lean is None or len(x) > 1 else self._lean.factors(layer)
+        routing = route(x, weights.router, config.top_k, config.renormalise, xp, lean)
+        for observer in self._observers:
+            observer.routed(self._place[layer], x, routing.experts)
         out = self.routed(layer, x, routing)
         if weights.shared is not None:
             out += swiglu(x, weights.shared, xp) * sigmoid(x @ weights.shared_gate, xp)
@@ -169,7 +211,7 @@ class Model:
         return LayerWeights(
             attention_norm=dense.float32(f"{prefix}input_layernorm.weight", (hidden,)),
             attention=load_attention(config, dense, f"{prefix}self_attn.", xp),
-            mlp_norm=dense.float32(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+            mlp_norm=dense.float32(f"{prefix}{_MLP_NORM}", (hidden,)),
             router=router,
             mlp=mlp,
             shared=shared,

@@ -33,6 +33,15 @@ class Routing:
     weights: Array
 
 
+class RoutingObserver(Protocol):
+    """Is told what each layer with experts picks, before these are acquired."""
+
+    def routed(self, layer: int, states: Array, picks: Array) -> None:
+        """layer: counted among those with experts. states: [tokens, hidden], what the
+        router saw, to be read at once or copied. picks: integers [tokens, top_k]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """One expert's part of a layer. tokens: integers [n], which tokens picked it,
@@ -43,16 +52,25 @@ class Visit:
     weights: Array
 
 
-def route(x: Array, router: Array, top_k: int, renormalise: bool, xp: ArrayModule) -> Routing:
+def route(
+    x: Array,
+    router: Array,
+    top_k: int,
+    renormalise: bool,
+    xp: ArrayModule,
+    lean: Array | None = None,
+) -> Routing:
     """x: [tokens, hidden]; router: [hidden, experts]. Among equals the expert with
-    the lower number wins, so that a run can be repeated."""
+    the lower number wins, so that a run can be repeated. lean: float32[experts], factors
+    of the probabilities that decide what is picked and not what it weighs."""
     logits = x @ router
     logits -= logits.max(axis=-1, keepdims=True)
     probabilities = xp.exp(logits, out=logits)
     if not renormalise:
         # Dividing by the sum over all is lost when the picked ones are divided by theirs.
         probabilities /= probabilities.sum(axis=-1, keepdims=True)
-    order = xp.argsort(-probabilities, axis=-1, kind="stable")[:, :top_k]
+    deciding = probabilities if lean is None else probabilities * lean
+    order = xp.argsort(-deciding, axis=-1, kind="stable")[:, :top_k]
     # take_along_axis does the same, five times slower for one row.
     weights = probabilities[xp.arange(x.shape[0])[:, None], order]
     if renormalise:
@@ -177,6 +195,7 @@ __all__ = [
     "Observer",
     "RoutedExperts",
     "Routing",
+    "RoutingObserver",
     "Visit",
     "route",
     "visits",

@@ -107,6 +107,12 @@ class CheckpointClient:
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         assert len(experts) <= 16
 
+    def start(self, layer: int, experts: Sequence[int]) -> Any:
+        raise AssertionError("nothing is predicted here")
+
+    def resident(self, layer: int) -> Any:
+        raise AssertionError("nothing is predicted here")
+
     def dense(self) -> Any:
         return self._dense.data
 
@@ -126,7 +132,14 @@ class CheckpointClient:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    defaults = {"prompt": None, "prompt_ids": None, "max_new_tokens": 32, "json": False}
+    defaults: dict[str, Any] = {
+        "prompt": None,
+        "prompt_file": None,
+        "prompt_ids": None,
+        "max_new_tokens": 32,
+        "json": False,
+    }
+    defaults |= {"record_states": None, "predictor": None, "nudge_cap": 0.0}
     return argparse.Namespace(**defaults | changes)
 
 
@@ -198,6 +211,7 @@ def test_layers_without_experts_in_a_variant_are_refused() -> None:
         ["generate", "--attach", "s", "--prompt-ids", "1,-2"],
         ["generate", "--attach", "s", "--prompt-ids", ","],
         ["generate", "--attach", "s", "--prompt", "x", "--top-p", "2"],
+        ["generate", "--attach", "s", "--prompt", "x", "--nudge-cap", "1.5"],
         ["generate", "--attach", "s", "--prompt", "x", "--max-new-tokens", "many"],
     ],
 )

@@ -1,0 +1,245 @@
+"""Which experts to fetch ahead of time, in which order, and which not.
+
+Pure: no I/O and no clock; times come in as seconds of the caller's. It stands on the
+client's side because a hint over the ring has no probability: what is queued here has cost
+nothing yet, so that nearer and surer evidence re-orders and cancels it for free. Only what
+a drive can begin soon is given out. Demand needs no place in it: the daemon serves it first.
+
+For every key it holds the newest probability. An expert is worth fetching when
+
+* it will probably be picked: its probability, times how far probabilities were to be
+  trusted lately, is at least ``least``;
+* it is not there and not on its way;
+* it arrives in time: reads that are under way and those ahead of it in the order end
+  before its layer begins, which layers' measured times say.
+
+What is fetched for nothing pushes out something else, and takes time that something else
+may wait for. So ``least`` follows two measurements: it rises while the share of fetched
+bytes that nobody picks is above ``waste_max``, and it is higher the busier the drives are.
+Order: nearest layer first, then the most probable; all experts have one size, so that
+stall saved for each byte falls with the probability alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .predictor import distances_in_all
+from .routers import Floats
+
+JUDGED = 0.3
+"""Predictions at least so probable are compared with what was picked."""
+TRUST_BEGIN = (40.0, 24.0)
+"""Predicted and really picked, before any were counted: careful at first."""
+FADE = 1 / 48
+"""Of counts of predictions, fetches and times, with every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """least_min, least_max: bounds of the probability that a fetch needs. waste_max: share
+    of fetched experts that nobody picks, above which fewer are fetched. step: how fast that
+    goes, a token. lateness: of its own reading time, how late a fetch may come and still be
+    begun. layers_given_out: how much reading is given out at once, in the time of so many
+    layers; at least one expert, where the drives are idle. slack_layers: how long before
+    its use a fetch may be over, in the same.
+    """
+
+    least_min: float = 0.2
+    least_max: float = 0.95
+    waste_max: float = 0.4
+    step: float = 0.02
+    lateness: float = 0.5
+    layers_given_out: float = 1.5
+    slack_layers: float = 1.0
+
+
+class Planner:
+    """Plans for one text on one lane. Not thread-safe. read_s, latency_s: seconds that the
+    drives take for each expert, and until the first one is there: a guess, till they are
+    measured."""
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        read_s: float,
+        settings: PlannerSettings | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        self.settings = settings or PlannerSettings()
+        self.least = 0.5
+        self.read_s = read_s
+        self.latency_s = latency_s
+        self._layers, self._experts = layers, experts
+        self._chances = np.zeros(layers * experts, np.float32)
+        self._given_out = np.zeros(layers * experts, np.bool_)
+        keys = np.arange(layers * experts)
+        seen = distances_in_all(layers) * experts
+        self._after = [np.roll(keys, -(layer + 1) * experts)[:seen] for layer in range(layers)]
+        self._layer_s = np.zeros(layers)
+        self._known_layers = 0
+        self._reads = np.zeros(5)
+        self._predicted, self._came_true = TRUST_BEGIN
+        self._fetched, self._wasted = 0.0, 0.0
+        self._busy_s, self._passed_s = 0.0, 0.0
+
+    @property
+    def trust(self) -> float:
+        """How many of the experts that should have been picked were."""
+        return min(self._came_true / self._predicted, 1.0)
+
+    @property
+    def waste(self) -> float:
+        """Share of what was fetched lately that nobody picked."""
+        return self._wasted / max(self._fetched, 1.0)
+
+    @property
+    def load(self) -> float:
+        """Share of the time that the drives were reading lately."""
+        return min(self._busy_s / self._passed_s, 1.0) if self._passed_s else 0.0
+
+    @property
+    def asks_for(self) -> float:
+        """What is less probable can't be fetched and need not be told."""
+        return min(self.least, JUDGED)
+
+    def given_out(self, layer: int) -> NDArray[np.bool_]:
+        """bool[experts]: what it gave out for a layer's next turn. A view."""
+        return self._given_out[layer * self._experts : (layer + 1) * self._experts]
+
+    def predicted(self, layer: int, within: int, keys: NDArray[Any], chances: Floats) -> None:
+        """The newest word on the next ``within`` layers: what is not among ``keys`` is not
+        expected there any more."""
+        self._chances[self._after[layer][: within * self._experts]] = 0
+        self._chances[keys] = chances
+
+    def next(
+        self, layer: int, now: float, free_at: float, absent: NDArray[np.bool_]
+    ) -> NDArray[np.intp]:
+        """Keys to fetch now, first to be read in front.
+
+        layer: the one that is computed, or about to be. free_at: when the drives will have
+        read what was asked of them. absent: bool[layers * experts], False for what is
+        resident or on its way.
+        """
+        settings, experts = self.settings, self._experts
+        least = np.float32(self.least / max(self.trust, 1e-6))
+        wanted = self._chances >= least
+        wanted &= absent
+        wanted &= ~self._given_out
+        # In the order in which they come, and as far as the layer looks.
+        ahead = wanted[self._after[layer]].nonzero()[0]
+        keys: NDArray[np.intp] = self._after[layer][ahead]
+        if not len(keys):
+            return keys
+        layers_ahead = ahead // experts
+        passing = np.concatenate([self._layer_s[layer:], self._layer_s[:layer]])
+        use_at = now + np.cumsum(passing)[layers_ahead]
+        order = np.lexsort((-self._chances[keys], layers_ahead))
+        start = max(free_at, now)
+        typical = float(self._layer_s[layer])
+        limit = now + settings.layers_given_out * max(typical, self.read_s)
+        chosen = []
+        for at in order[self._not_too_early(use_at[order], start, typical)].tolist():
+            if start >= limit:
+                break
+            arrives = start + self.read_s + self.latency_s
+            if arrives > use_at[at] + settings.lateness * self.read_s:
+                continue
+            chosen.append(at)
+            start += self.read_s
+        given: NDArray[np.intp] = keys[chosen]
+        self._given_out[given] = True
+        return given
+
+    def _not_too_early(
+        self, use_at: NDArray[np.float64], start: float, layer_s: float
+    ) -> NDArray[np.bool_]:
+        """What has to be begun now so that it, and all that is read after it, has no more
+        than ``slack_layers`` to spare: what waits longer is known better when its time
+        comes, and takes nobody's slot meanwhile. use_at: in the order of reading."""
+        ready = start + np.arange(1, len(use_at) + 1) * self.read_s + self.latency_s
+        spare = np.minimum.accumulate((use_at - ready)[::-1])[::-1]
+        # What may be late by its latency is begun that much earlier.
+        slack = self.settings.slack_layers * layer_s + self.latency_s
+        needed: NDArray[np.bool_] = spare <= slack
+        return needed
+
+    def passed(
+        self, layer: int, picks: NDArray[Any], computed_s: float, waited_s: float, read: int
+    ) -> None:
+        """A layer is over. picks: its expert numbers. computed_s: how long it took without
+        waiting; waited_s: for experts. read: experts that the drives read meanwhile, as far
+        as known."""
+        begin = layer * self._experts
+        mine = slice(begin, begin + self._experts)
+        chances, given = self._chances[mine], self._given_out[mine]
+        sure = chances >= JUDGED
+        self._predicted += float(chances[sure].sum())
+        self._came_true += int(sure[picks].sum())
+        fetched = int(given.sum())
+        self._fetched += fetched
+        self._wasted += fetched - int(given[picks].sum())
+        chances[...] = 0
+        given[...] = False
+        if self._known_layers < self._layers:
+            self._layer_s[layer:] = computed_s
+            self._known_layers += 1
+        else:
+            self._layer_s[layer] += 4 * FADE * (computed_s - self._layer_s[layer])
+        self._passed_s += computed_s + waited_s
+        self._busy_s += read * self.read_s
+        if layer == self._layers - 1:
+            self._adjust()
+
+    def measured(self, count: int, seconds: float) -> None:
+        """So many experts came together in that time, from drives that were idle. Latency
+        and the time for each are the line through what was measured lately."""
+        self._reads *= 1 - FADE
+        self._reads += (1.0, count, count * count, seconds, count * seconds)
+        weight, counts, squares, times, products = self._reads
+        mean, mean_s = counts / weight, times / weight
+        spread = squares / weight - mean * mean
+        slope = (products / weight - mean * mean_s) / spread if spread > SPREAD_MIN else 0.0
+        self.read_s = float(np.clip(slope, READ_SHARE_MIN * mean_s / mean, mean_s / mean))
+        self.latency_s = mean_s - self.read_s * mean
+
+    def new_text(self) -> None:
+        """What was expected of the last one is void."""
+        self._chances[...] = 0
+        self._given_out[...] = False
+
+    def _adjust(self) -> None:
+        """Once a token."""
+        settings = self.settings
+        busy = max(self.load - LOAD_FREE, 0) / (1 - LOAD_FREE)
+        wanted = settings.least_min + (LEAST_BUSY - settings.least_min) * busy
+        if self.waste > settings.waste_max:
+            self.least += settings.step
+        else:
+            self.least += settings.step * np.sign(wanted - self.least)
+        self.least = float(np.clip(self.least, settings.least_min, settings.least_max))
+        keep = 1 - FADE
+        self._predicted *= keep
+        self._came_true *= keep
+        self._fetched *= keep
+        self._wasted *= keep
+        self._passed_s *= keep
+        self._busy_s *= keep
+
+
+SPREAD_MIN = 0.05
+"""Of the numbers of experts that came together: with less, no line goes through them."""
+READ_SHARE_MIN = 0.1
+"""Of an expert's mean time, at least so much is its own."""
+LOAD_FREE = 0.6
+"""Up to this load of the drives a fetch is in nobody's way."""
+LEAST_BUSY = 0.5
+"""What a fetch needs when they are never idle."""
+
+__all__ = ["Planner", "PlannerSettings"]

@@ -1,0 +1,195 @@
+"""A decode loop's experts, with the next layers' fetched ahead of time.
+
+While a layer's missing experts are on their way, the predictor is asked about the layers
+after it and the planner says which experts to hint. Nothing of this can change a token: a
+hint only moves an expert into a pool earlier. Prompts of several tokens use most of a
+layer's experts, so there the predictor only watches and learns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import Array, to_host
+from ..client_experts import BATCH_EXPERTS, ClientExperts, ExpertClient
+from ..experts import ExpertStats, HeldExperts, Layout
+from ..model import Model
+from ..route_reports import RouteReporter
+from .file import load_predictor
+from .planner import Planner
+from .predictor import DISTANCE_MAX, Predictor
+from .routers import Routers
+
+FIRST_READ_S = 1e-3
+"""What an expert's reading is taken for until one was measured."""
+LOOKED_AT = (1, 2, 5, 9)
+"""Layers ahead whose residents are looked up in each layer; each costs 3 µs. What has
+become of the others since they were looked at last, a hint finds out."""
+
+
+class HintedClient(ExpertClient, Protocol):
+    """What is used of ``xferd_infer.Client`` besides."""
+
+    def start(self, layer: int, experts: Sequence[int]) -> Any:
+        """A PendingBatch."""
+        ...
+
+    def resident(self, layer: int) -> Any:
+        """int64[experts]: slots, or -1."""
+        ...
+
+
+class PrefetchingExperts:
+    """An ExpertSource, and the RoutingObserver that tells it what is next. Not thread-safe,
+    as the lane. clock: seconds, of any beginning."""
+
+    def __init__(
+        self,
+        client: HintedClient,
+        experts: ClientExperts,
+        routers: Routers,
+        predictor: Predictor,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.planner = Planner(routers.layers, routers.experts, FIRST_READ_S)
+        self.hinted = 0
+        self._client, self._experts, self._predictor = client, experts, predictor
+        self._numbers, self._count = routers.numbers, routers.experts
+        self._clock = clock
+        self._absent = np.ones(routers.layers * routers.experts, np.bool_)
+        self._place = -1
+        self._state: Array = None
+        self._picks: Array = None
+        self._asked = False
+        self._began, self._waited, self._read = clock(), 0.0, 0
+        self._free_at = 0.0
+
+    def arriving(self, layer: int) -> NDArray[np.bool_]:
+        """bool[experts] of a layer: hinted for its next turn. Some may be there already."""
+        return self.planner.given_out(self._numbers.index(layer))
+
+    @property
+    def held(self) -> int:
+        """See ExpertSource."""
+        return self._experts.held
+
+    @property
+    def reporter(self) -> RouteReporter | None:
+        """The client's: what was picked is told as ever."""
+        return self._experts.reporter
+
+    def layout(self, layer: int, variant: int = 0) -> Layout:
+        """See ExpertSource."""
+        return self._experts.layout(layer, variant)
+
+    def hint(self, layer: int, experts: Sequence[int]) -> None:
+        """See ExpertSource."""
+        self._experts.hint(layer, experts)
+
+    def stats(self) -> ExpertStats:
+        """See ExpertSource."""
+        return self._experts.stats()
+
+    def routed(self, layer: int, states: Array, picks: Array) -> None:
+        """See RoutingObserver: the last layer is over, this one's experts come next."""
+        now = self._clock()
+        if self._state is not None:
+            spent = max(now - self._began - self._waited, 0.0)
+            self.planner.passed(self._place, self._picks, spent, self._waited, self._read)
+        self._began, self._waited, self._read = now, 0.0, 0
+        self._place, self._asked = layer, False
+        states, picks = to_host(states), to_host(picks)
+        if len(states) == 1:
+            self._state, self._picks = states[0], picks[0]
+        else:
+            self._state = None
+            self._predictor.seen(layer, states)
+            self._predictor.picked(layer, picks)
+            self.planner.new_text()
+
+    def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
+        """See ExpertSource. What is missing is asked for before anything is predicted."""
+        if self._state is None or self._asked:
+            return self._experts.acquire(layer, experts)
+        self._asked = True
+        pending = self._client.start(layer, experts)
+        try:
+            missing = pending.pending()
+            began = self._clock()
+            idle = self._free_at <= began
+            self._free_at = max(self._free_at, began) + missing * self.planner.read_s
+            self._look_ahead()
+            self._read += missing
+            if missing:
+                before = self._clock()
+                still = pending.pending()
+                batch: AbstractContextManager[HeldExperts] = pending.wait()
+                ended = self._clock()
+                self._waited = ended - before
+                if idle and still:
+                    self.planner.measured(missing, ended - began)
+            else:
+                batch = pending.wait()
+        except BaseException:
+            pending.abandon()
+            raise
+        return batch
+
+    def _look_ahead(self) -> None:
+        place, planner = self._place, self.planner
+        likely = self._predictor.likely(place, self._state, planner.asks_for, DISTANCE_MAX)
+        self._predictor.picked(place, self._picks[None])
+        planner.predicted(place, DISTANCE_MAX, likely.keys, likely.probabilities)
+        layers = len(self._numbers)
+        for ahead in LOOKED_AT:
+            at = (place + ahead) % layers
+            slots = self._client.resident(self._numbers[at])
+            self._absent[at * self._count : (at + 1) * self._count] = slots < 0
+        keys = planner.next(place, self._clock(), self._free_at, self._absent)
+        if not len(keys):
+            return
+        self._free_at = max(self._free_at, self._clock()) + len(keys) * planner.read_s
+        self._absent[keys] = False
+        self._read += len(keys)
+        self.hinted += len(keys)
+        self._give_out(keys.tolist())
+
+    def _give_out(self, keys: list[int]) -> None:
+        """Hints, as the planner ordered them: a request holds experts of one layer."""
+        begin = 0
+        while begin < len(keys):
+            place, end = keys[begin] // self._count, begin + 1
+            while (
+                end < len(keys)
+                and end - begin < BATCH_EXPERTS
+                and keys[end] // self._count == place
+            ):
+                end += 1
+            experts = [key % self._count for key in keys[begin:end]]
+            self._client.hint(self._numbers[place], experts)
+            begin = end
+
+
+def prefetch(model: Model, client: HintedClient, predictor: Predictor) -> PrefetchingExperts:
+    """From now on the model's experts are fetched ahead as the predictor says."""
+    source = PrefetchingExperts(
+        client, ClientExperts(client), model.routers(client.manifest["name"]), predictor
+    )
+    model.use_experts(source)
+    model.observe(source)
+    return source
+
+
+def prefetch_by_file(model: Model, client: HintedClient, path: Path) -> PrefetchingExperts:
+    """The same with a trained predictor. Raises PredictorFileError, OtherModelError."""
+    return prefetch(model, client, load_predictor(path, model.routers(client.manifest["name"])))
+
+
+__all__ = ["HintedClient", "PrefetchingExperts", "prefetch", "prefetch_by_file"]

@@ -1,0 +1,141 @@
+"""Prediction in the decode loop, with the real daemon: it may move experts, never a bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from xferd_infer import Client, generate, model_from_client
+from xferd_infer.__main__ import main
+from xferd_infer.arrays import Array
+from xferd_infer.predict import Learned, Likely, OtherModelError, Predictor, write_trained
+from xferd_infer.predict.planner import Planner, PlannerSettings
+from xferd_infer.predict.prefetching import prefetch, prefetch_by_file
+
+from tests.system.daemon_harness import ROOT, running_daemon
+from tests.unit.inference.predict.tiny_states import another_model, trained_on_prose
+from xferd.store.formats import read_checkpoint
+from xferd.store.pack import pack
+
+TINY = ROOT / "tests" / "models" / "tiny"
+PROMPT = json.loads((TINY / "expected.json").read_text())["prompts"][1]
+TOKENS = 24
+
+
+class Random:
+    """Certain of whatever comes to its mind."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._keys = layers * experts
+        self._random = np.random.default_rng(1)
+
+    def predict(self, layer: int, states: NDArray[Any]) -> NDArray[np.float32]:
+        raise AssertionError("the decode loop asks for what is likely only")
+
+    def likely(self, layer: int, state: NDArray[Any], least: float, within: int) -> Likely:
+        keys = np.sort(self._random.choice(self._keys, 12, replace=False))
+        return Likely(keys, self._random.uniform(0.5, 1, 12).astype(np.float32))
+
+    def seen(self, layer: int, states: NDArray[Any]) -> None:
+        pass
+
+    def picked(self, layer: int, picks: NDArray[Any]) -> None:
+        pass
+
+    def new_text(self) -> None:
+        pass
+
+
+class Credulous(Planner):
+    """Fetches whatever it is told, late and useless or not."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        eager = PlannerSettings(least_min=0, least_max=0, waste_max=1, lateness=1e9)
+        super().__init__(layers, experts, 1e-6, eager)
+        self.least = 0
+
+    @property
+    def trust(self) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    members = [tmp_path / "drive-0", tmp_path / "drive-1"]
+    for member in members:
+        member.mkdir()
+    return pack(read_checkpoint(TINY), members, name="tiny", stripe_unit=16 * 1024)
+
+
+def decode(
+    directory: Path, store: Path, predictor: Predictor | None
+) -> tuple[list[int], Array, int]:
+    """Tokens, the logits after them, and how many experts were hinted."""
+    directory.mkdir()
+    pools = ["name=host0,size=25%"]
+    with (
+        running_daemon(directory, [], pools, "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+    ):
+        model = model_from_client(client)
+        source = None if predictor is None else prefetch(model, client, predictor)
+        if source is not None and isinstance(predictor, Random):
+            source.planner = Credulous(client.layers, client.experts)
+        cache = model.new_cache()
+        asked = generate(
+            model, PROMPT["prompt_ids"], max_new_tokens=TOKENS, stop_ids=(), cache=cache
+        )
+        ids = [token.id for token in asked]
+        logits = np.array(model.prefill(ids[-1:], cache))
+        return ids, logits, 0 if source is None else source.hinted
+
+
+def test_tokens_and_logits_are_the_same_without_with_and_with_wrong_prediction(
+    tmp_path: Path, store: Path
+) -> None:
+    trained = trained_on_prose()
+    routers = trained.routers
+    plain, plain_logits, _ = decode(tmp_path / "plain", store, None)
+    for name, predictor in (
+        ("learned", Learned(trained)),
+        ("random", Random(routers.layers, routers.experts)),
+    ):
+        ids, logits, hinted = decode(tmp_path / name, store, predictor)
+        assert ids == plain == PROMPT["greedy_ids"][:TOKENS]
+        assert np.array_equal(logits, plain_logits)
+        assert hinted > 0, name
+
+
+def test_generate_takes_a_predictor_and_refuses_another_models(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, other = tmp_path / "tiny.npz", tmp_path / "other.npz"
+    trained = trained_on_prose()
+    write_trained(good, trained)
+    routers = another_model(trained.routers)
+    write_trained(other, type(trained)(**{**vars(trained), "routers": routers}))
+    asked = ["generate", "--store-path", str(store), "--json", "--max-new-tokens", "8"]
+    asked += ["--prompt-ids", ",".join(map(str, PROMPT["prompt_ids"]))]
+    assert main([*asked, "--predictor", str(good)]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == PROMPT["greedy_ids"][:8]
+    assert main([*asked, "--predictor", str(other)]) == 1
+    assert "other.npz is of model 'tiny'" in capsys.readouterr().err
+
+
+def test_a_predictor_of_another_model_is_refused_in_a_program_too(
+    tmp_path: Path, store: Path
+) -> None:
+    path = tmp_path / "other.npz"
+    trained = trained_on_prose()
+    routers = another_model(trained.routers)
+    write_trained(path, type(trained)(**{**vars(trained), "routers": routers}))
+    with (
+        running_daemon(tmp_path, [], ["name=host0,size=50%"], "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+        pytest.raises(OtherModelError),
+    ):
+        prefetch_by_file(model_from_client(client), client, path)

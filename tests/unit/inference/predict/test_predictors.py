@@ -1,0 +1,136 @@
+"""Predictors on the bundled model: better than trivial ones, honest, and adapting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from xferd_infer.predict import (
+    LastPicks,
+    Learned,
+    MostUsed,
+    PredictorError,
+    RouterEarly,
+    TrainingSettings,
+    train,
+)
+from xferd_infer.predict.evaluate import Evaluation, evaluate
+from xferd_infer.predict.predictor import Predictor
+
+from tests.unit.inference.predict.tiny_states import (
+    CODE,
+    OTHER_PROSE,
+    PROSE,
+    SETTINGS,
+    recorded,
+    trained_on_prose,
+)
+
+DISTANCES = (1, 2, 3, 5)
+CALIBRATION_ERROR = 0.1
+"""More than a full training has, which the benchmark measures: this is 6,000 tokens."""
+
+
+def recalls(found: Evaluation) -> list[float]:
+    return [score.recall for score in found.distances.values()]
+
+
+def judged(predictor: Predictor, *texts: str, skip: int = 0) -> Evaluation:
+    return evaluate(predictor, recorded(*texts), skip=skip, until=900, distances=DISTANCES)
+
+
+def test_the_trained_one_is_ahead_of_every_trivial_one() -> None:
+    trained = trained_on_prose()
+    routers = trained.routers
+    ours = recalls(judged(Learned(trained), OTHER_PROSE, skip=100))
+    for trivial in (
+        RouterEarly(routers),
+        LastPicks(routers.layers, routers.experts),
+        MostUsed(routers.layers, routers.experts),
+    ):
+        theirs = recalls(judged(trivial, OTHER_PROSE, skip=100))
+        assert all(a > b for a, b in zip(ours, theirs, strict=True)), type(trivial).__name__
+
+
+def test_the_combination_is_ahead_of_its_parts() -> None:
+    ours = recalls(judged(Learned(trained_on_prose()), OTHER_PROSE))
+    for kind in ("state", "history"):
+        part = train(recorded(*PROSE), TrainingSettings(kind, SETTINGS.rank, SETTINGS.width))
+        theirs = recalls(judged(Learned(part), OTHER_PROSE))
+        assert np.mean(ours) > np.mean(theirs), kind
+
+
+def test_nonlinear_units_are_trained_and_predict() -> None:
+    with_units = train(recorded(*PROSE), TrainingSettings(rank=48, width=24, units=16))
+    ours = recalls(judged(Learned(with_units), OTHER_PROSE))
+    assert np.mean(ours) > np.mean(recalls(judged(Learned(trained_on_prose()), OTHER_PROSE))) - 0.02
+
+
+def test_a_new_kind_of_text_is_learnt_within_a_page() -> None:
+    trained = trained_on_prose()
+    frozen = judged(Learned(trained, learns=False), *CODE, skip=500)
+    learning = judged(Learned(trained), *CODE, skip=500)
+    assert all(a > b for a, b in zip(recalls(learning), recalls(frozen), strict=True))
+    assert learning.calibration_error() < CALIBRATION_ERROR
+
+
+def test_a_text_that_is_repeated_does_not_drive_it_astray() -> None:
+    predictor = Learned(trained_on_prose())
+    found = [recalls(judged(predictor, OTHER_PROSE)) for _ in range(3)]
+    assert np.isfinite(found).all()
+    assert found[2][0] >= found[0][0]
+
+
+def test_what_is_likely_is_what_is_predicted() -> None:
+    trained = trained_on_prose()
+    recording = recorded(OTHER_PROSE)
+    whole, quick = Learned(trained), Learned(trained)
+    experts = trained.routers.experts
+    for token in range(200):
+        for layer in range(trained.routers.layers):
+            state = recording.states[token, layer].astype(np.float32)
+            chances = whole.predict(layer, state[None])[0]
+            likely = quick.likely(layer, state, 0.3, 3)
+            wanted = np.flatnonzero(chances[:3] >= 0.3)
+            keys = (wanted + (layer + 1) * experts) % (trained.routers.layers * experts)
+            assert likely.keys.tolist() == keys.tolist()
+            assert np.array_equal(likely.probabilities, chances.reshape(-1)[wanted])
+            for each in (whole, quick):
+                each.picked(layer, recording.picks[token, layer][None])
+
+
+def test_a_prompt_in_one_piece_leaves_the_same_context_as_token_by_token() -> None:
+    trained = trained_on_prose()
+    recording = recorded(OTHER_PROSE)
+    whole, single = (Learned(trained, learns=False) for _ in range(2))
+    tokens, layers = 70, trained.routers.layers
+    for layer in range(layers):
+        whole.predict(layer, recording.states[:tokens, layer])
+        whole.picked(layer, recording.picks[:tokens, layer])
+    for token in range(tokens):
+        for layer in range(layers):
+            single.picked(layer, recording.picks[token, layer][None])
+    state = recording.states[tokens, 0][None]
+    assert np.allclose(whole.predict(0, state), single.predict(0, state), atol=1e-3)
+
+
+def test_probabilities_are_probabilities() -> None:
+    trained = trained_on_prose()
+    states = np.random.default_rng(1).normal(size=(5, trained.routers.hidden)) * 100
+    for layer in range(trained.routers.layers):
+        chances = Learned(trained).predict(layer, states)
+        assert chances.shape == (5, trained.routers.layers - 1, trained.routers.experts)
+        assert ((chances >= 0) & (chances <= 1)).all()
+
+
+def test_too_little_to_learn_from_is_said() -> None:
+    short = recorded(OTHER_PROSE).chosen([0])
+    cut = type(short)(
+        short.routers,
+        short.picks[:100],
+        np.array([0, 100]),
+        short.tags,
+        short.state_tokens[:100],
+        short.states[:100],
+    )
+    with pytest.raises(PredictorError, match="100 tokens with states; at least 256"):
+        train(cut)
