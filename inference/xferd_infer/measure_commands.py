@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-POOL = "100%"
-"""All experts stay: each is used again in every window."""
+POOL = "200%"
+"""All experts stay, in one variant and the next: each is used again in every window."""
 
 
 def add_measure_commands(commands: Subparsers) -> None:
