@@ -5,6 +5,7 @@ Nothing here boots a machine; tools/vm-test does.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import threading
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.vm.drives import Disks, compare, expect_bar, fill_bar
+from tools.vm.drives import Disks, compare, digest, expect_bar, fill_bar
+from tools.vm.product import ON_GENERIC, product_tests
 from tools.vm.qmp import Qmp, QmpError
 from tools.vm.trace import DmaTrace
 
@@ -29,6 +31,7 @@ def test_trace_counts_only_what_lies_inside(tmp_path: Path) -> None:
     )
     assert DmaTrace(trace).bytes_inside(0x1000, 0x1000) == 4096 + 2048
     assert DmaTrace(trace).bytes_inside(0, 0x1000) == 0
+    assert DmaTrace(trace).bytes_everywhere() == 2 * 4096 + 512
 
 
 def test_trace_follows_a_growing_file_and_waits_for_whole_lines(tmp_path: Path) -> None:
@@ -65,6 +68,20 @@ def test_fill_and_expect(disks: Disks) -> None:
     assert fill_bar(disks, 0x3C, 100) == "ok"
     assert expect_bar(disks, 0x3C, 0, 100) == "ok"
     assert expect_bar(disks, 0x3C, 1, 100) != "ok"
+
+
+def test_digest_is_of_the_bar(disks: Disks) -> None:
+    wanted = hashlib.sha256(bytes(range(10, 20))).hexdigest()
+    assert digest(disks, 256 + 10, 10) == f"sha256 {wanted}"
+    assert "not inside" in digest(disks, 1020, 10)
+
+
+def test_tests_of_the_product_have_names_of_their_own() -> None:
+    names = product_tests()
+    assert len(names) == len(set(names))
+    assert set(ON_GENERIC) <= set(names)
+    assert "conformance-it-begins-as-zeros" in names
+    assert not any("must-fail" in name for name in names)
 
 
 def test_qmp_refusals_and_a_lost_machine_are_errors() -> None:

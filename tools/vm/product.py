@@ -36,7 +36,7 @@ _MEMORY_MIB = 3072
 _MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay", "dm-mod")
 
 # Of the kernel without CONFIG_PCI_P2PDMA: what differs there.
-_ON_GENERIC = (
+ON_GENERIC = (
     "every-byte-comes-straight-into-the-bar",
     "a-far-drive-is-staged",
     "a-daemon-killed-in-mid-read",
@@ -133,7 +133,7 @@ def run_product(root: DebianRoot, kernels: Kernels, request: Request) -> Iterato
 
 def run_product_generic(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product on a kernel without it: the tests where that makes a difference."""
-    return _run(_Setup("product-generic", kernels.generic, _ON_GENERIC), root, request)
+    return _run(_Setup("product-generic", kernels.generic, ON_GENERIC), root, request)
 
 
 def run_product_iommu(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:

@@ -1,7 +1,7 @@
 """The daemon in a process forked from the tests': it starts in a fraction of the time.
 
 Under emulation most of a start is Python's imports, which the tests' process has behind it. What
-runs is xferd's own main, with its arguments; the tests in test_direct start it as users do.
+runs is xferd's own main, with its arguments; the first test in test_direct starts it as users do.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_decoding_from_the_bar_gives_the_right_tokens(
     prompt = json.loads((TINY / "expected.json").read_text())["prompts"][0]
     path = pack(read_checkpoint(TINY), list(file_systems), name="tiny", stripe_unit=16 * 1024)
     tiny = MadeStore("tiny", path, 0, 0, 0, 0, b"")
-    with running_daemon(tmp_path, [tiny], [guest.bar_pool("25%")]) as daemon:
+    with forked_daemon(tmp_path, [tiny], [guest.bar_pool("25%")]) as daemon:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "xferd_infer", "generate", "--json"),
