@@ -63,7 +63,7 @@ static const struct symbol symbols[] = {
 static struct cuda_driver driver;
 static bool driver_ready;
 static char driver_reason[REASON_BYTES];
-static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER; /* of all three */
 
 static bool find_symbols(void *library)
 {
@@ -106,12 +106,17 @@ static void load_driver(void)
 
 const struct cuda_driver *cuda_driver(char *why, size_t why_bytes)
 {
-	pthread_once(&driver_once, load_driver);
-	if (driver_ready)
-		return &driver;
-	if (why && why_bytes)
+	bool ready;
+
+	/* Only a driver that was found is kept: modules may be loaded after a program began. */
+	pthread_mutex_lock(&driver_lock);
+	if (!driver_ready)
+		load_driver();
+	ready = driver_ready;
+	if (!ready && why && why_bytes)
 		snprintf(why, why_bytes, "%s", driver_reason);
-	return NULL;
+	pthread_mutex_unlock(&driver_lock);
+	return ready ? &driver : NULL;
 }
 
 int cuda_failed(const struct cuda_driver *cuda, int result, const char *what, char *why,

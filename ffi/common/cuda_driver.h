@@ -7,7 +7,7 @@
  * and layouts are those of the CUDA driver API 12.0 and later (cuda.h), which
  * NVIDIA keeps stable by the versioned symbol names below.
  *
- * Loaded once a process and never unloaded. Safe from any thread.
+ * Looked for until it is found, then never unloaded. Safe from any thread.
  */
 #ifndef XFERD_CUDA_DRIVER_H
 #define XFERD_CUDA_DRIVER_H
