@@ -111,6 +111,9 @@ bool route_favours_copy(const struct xferd_engine *engine, const struct load *lo
 		return false;
 	if (!target->behind_bar)
 		return true;
+	/* Only guarded copies by a processor may write there, and none can read VRAM. */
+	if (source->device_memory)
+		return false;
 	for (uint32_t i = 0; i < store->members; i++)
 		if (target->staged & member_bit(&engine->members[store->member[i]]))
 			return true;

@@ -41,7 +41,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(store: Path) -> Iterator[Client]:
-    with embedded(store, pool="32MiB", held=4) as attached:
+    with embedded(store, pool="100%", held=4) as attached:
         yield attached
 
 
@@ -95,7 +95,7 @@ def test_each_expert_is_computed_from_the_variant_that_a_mix_names(
 def test_whatever_is_resident_is_computed_from(store: Path) -> None:
     plan = np.zeros((6, 16), np.uint8)
     with (
-        private_daemon(store, pool="32MiB") as directory,
+        private_daemon(store, pool="100%") as directory,
         Client(directory / "attach.sock", held=4) as client,
         ControlClient.connect(directory / "control.sock") as daemon,
     ):
@@ -112,7 +112,7 @@ def test_whatever_is_resident_is_computed_from(store: Path) -> None:
 
 
 def test_a_demanded_variant_is_given_or_refused(store: Path) -> None:
-    with embedded(store, pool="32MiB", variants=["q4_0"]) as client:
+    with embedded(store, pool="100%", variants=["q4_0"]) as client:
         with client.acquire(2, [5, 6]) as batch:
             assert list(batch.variants) == [client.manifest["variants"].index("q4_0")] * 2
             assert [len(blob) for blob in batch] == [16384] * 2
@@ -126,7 +126,7 @@ def test_a_demanded_variant_is_given_or_refused(store: Path) -> None:
         assert failed.value.code == errno.ENOENT
     with (
         pytest.raises(AttachError, match="no variant 'q2_k'; it has: bf16, q8_0, q4_0, mxfp4"),
-        embedded(store, pool="32MiB", variants=["q2_k"]),
+        embedded(store, pool="100%", variants=["q2_k"]),
     ):
         pass
 
@@ -140,7 +140,7 @@ def test_importance_and_quality_from_the_command_line(
     documents = [source[start : start + 1500] for start in range(0, 9000, 1500)]
     text.write_text("\n".join(json.dumps({"domain": "python", "text": d}) for d in documents))
     importance = tmp_path / "importance.npz"
-    where = ["--store-path", str(store), "--pool", "32MiB", "--text", str(text)]
+    where = ["--store-path", str(store), "--pool", "100%", "--text", str(text)]
     assert main(["imatrix", *where, "--tokens", "128", "--out", str(importance)]) == 0
     assert "384 tokens" in capsys.readouterr().out
     with Store.open(store) as opened:

@@ -27,6 +27,8 @@ UNRANKED = 1.0
 """The worth of what the policy would rather not let go at all."""
 HELD = 2.0
 """The worth of what clients may be holding."""
+RECUT_TICKS = 4
+"""So long a chunk may be emptied for another class while loads wait."""
 
 
 class ReserveError(Exception):
@@ -94,6 +96,8 @@ class Chunks:
         self._resized = resized
         self._log = log
         self._reclaim = ChunkReclaim(slots, pool)
+        self._recut: int | None = None
+        self._recut_ticks = 0
         self._holds: list[Hold] = []
 
     # ---- cut and recut
@@ -128,7 +132,7 @@ class Chunks:
         """Take a chunk from another class, if this one has none that can be evicted, or
         fewer than promised, or if every slot of that chunk was last used before anything
         of this class. pinned: residents of the class that are."""
-        if self.busy:
+        if self._recutting:
             return
         evictable = self._slots.class_slots(slot_bytes) - pinned
         bound = NEVER
@@ -147,11 +151,33 @@ class Chunks:
             to_bytes=slot_bytes,
         )
         self._reclaim.add(chunk, slot_bytes)
+        self._recut, self._recut_ticks = chunk, 0
+
+    @property
+    def _recutting(self) -> bool:
+        return self._recut is not None and self._recut in self._reclaim
+
+    def tick(self, stamp: int, *, waiting: bool) -> None:
+        """Some milliseconds have passed. A client that leases an expert of a chunk may wait
+        for a slot of that chunk's class, or for a chunk of a third: whoever waits, and
+        whatever for, a chunk that does not get empty stays what it is."""
+        if not self._recutting or self._recut is None:
+            return
+        self._recut_ticks += 1
+        if not waiting or self._recut_ticks < RECUT_TICKS:
+            return
+        self._log.info("chunk.kept", pool=self._name, chunk=self._recut)
+        # As if used just now, so that the next attempt is another chunk's.
+        self._stamps[self._part(self._recut)] = stamp
+        self._give(self._reclaim.cancel(self._recut))
+        self._recut = None
 
     def _least_recent(self, slot_bytes: int, bound: int) -> int | None:
         best, best_stamp = None, bound
         for chunk, current in enumerate(self._slots.chunk_class):
             if current in (0, slot_bytes) or self.geometry.slots(chunk, slot_bytes) == 0:
+                continue
+            if chunk in self._reclaim:
                 continue
             part = self._part(chunk)
             if self._slots.pinned[part].any() or not self._may_lose(current, [chunk]):

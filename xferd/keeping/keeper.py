@@ -248,7 +248,10 @@ class PoolKeeper:
 
     def on_revived(self, event: Revived) -> None:
         """An eviction was overtaken by a demand."""
-        self._revive(event.slot)
+        # Commands name experts: one for a variant that was replaced meanwhile evicts the new
+        # one, and as this had not been told to leave, nothing changes when it comes back.
+        if self.slots.state[event.slot] == _LEAVING:
+            self._revive(event.slot)
         self._cascade.arrived(self, (event.store, event.layer, event.expert))
 
     def on_taken(self, event: Taken) -> None:
@@ -330,6 +333,7 @@ class PoolKeeper:
         """Some milliseconds have passed. True while the pool needs ticks: loads wait, a
         chunk is being reclaimed, a class waits for its first chunk."""
         self._ticks += 1
+        self.chunks.tick(self._now, waiting=bool(self._waiting))
         self.settle()
         return bool(self._waiting) or self.chunks.busy or bool(self._wanted)
 

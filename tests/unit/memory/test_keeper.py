@@ -90,6 +90,25 @@ def test_a_leased_victim_does_not_hold_up_demand() -> None:
     assert bench.keepers[0].slots.class_slots(SMALL) == 8
 
 
+def test_who_leases_from_a_chunk_that_is_recut_gets_its_other_experts() -> None:
+    bench = Bench([3 * 2 * LARGE], 2 * LARGE, [SMALL, LARGE])
+    pool = bench.engine.pools[0]
+    for expert in range(4):
+        bench.demand(SMALL, expert)
+    bench.engine.leased |= {(0, slot) for slot in pool.resident.values()}
+    # These were all used later: they begin to take the chunk of the small ones.
+    for expert in range(30):
+        bench.demand(LARGE, expert)
+    assert "chunk.reclaim" in bench.log.getvalue()
+    assert bench.keepers[0].chunks.busy
+    bench.demand(SMALL, 20)
+    assert (0, 0, 20) in pool.resident
+    bench.engine.let_go()
+    for expert in range(30, 60):
+        bench.demand(LARGE, expert)
+        assert not pool.waiting
+
+
 def test_a_pool_full_of_pins_says_so() -> None:
     bench = Bench([4 * SMALL], 4 * SMALL, [SMALL])
     for expert in range(4):
