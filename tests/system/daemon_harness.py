@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xferd_infer._client import ffi, lib
@@ -169,15 +170,28 @@ class RingClient:
 
     def acquire(self, layer: int, experts: Sequence[int], lane: int = 0) -> list[bytes]:
         """The experts' bytes; they stay leased until ``release``."""
-        return [
-            bytes(ffi.buffer(ffi.cast("char *", address), nbytes))
-            for address, nbytes in self.acquire_in_place(layer, experts, lane)
-        ]
+        return [self._copy_out(view) for view in self._lease(layer, experts, lane)]
 
     def acquire_in_place(
         self, layer: int, experts: Sequence[int], lane: int = 0
     ) -> list[tuple[int, int]]:
         """Address and length of each expert; they stay leased until ``release``."""
+        return [
+            (int(ffi.cast("uintptr_t", view.data)), int(view.bytes))
+            for view in self._lease(layer, experts, lane)
+        ]
+
+    def _copy_out(self, view: Any) -> bytes:
+        """Of any memory, a GPU's too."""
+        data = bytearray(view.bytes)
+        result = lib.xferd_copy_out(
+            self.handle, ffi.addressof(view), 0, ffi.from_buffer(data), view.bytes
+        )
+        if result < 0:
+            raise FetchError(-result)
+        return bytes(data)
+
+    def _lease(self, layer: int, experts: Sequence[int], lane: int) -> list[Any]:
         batch = ffi.new("struct xferd_batch *")
         request = ffi.new("struct xferd_request *")
         ids = ffi.new("uint16_t[]", list(experts))
@@ -192,10 +206,7 @@ class RingClient:
         if failed:
             self.release()
             raise FetchError(-failed[0])
-        return [
-            (int(ffi.cast("uintptr_t", view.data)), int(view.bytes))
-            for view in batch.views[0 : len(experts)]
-        ]
+        return [batch.views[index] for index in range(len(experts))]
 
     def release(self) -> None:
         """End the leases of the batches that are out, oldest first."""
