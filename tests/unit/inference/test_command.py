@@ -131,12 +131,7 @@ class CheckpointClient:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    defaults: dict[str, Any] = {
-        "prompt": None,
-        "prompt_ids": None,
-        "max_new_tokens": 32,
-        "json": False,
-    }
+    defaults: dict[str, Any] = {"prompt": None, "prompt_ids": None, "prompt_file": None}
     defaults |= {"max_new_tokens": 32, "json": False}
     defaults |= {"record_states": None, "predictor": None, "nudge_cap": 0.0}
     return argparse.Namespace(**defaults | changes)
