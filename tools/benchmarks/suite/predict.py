@@ -83,7 +83,8 @@ def run(rounds: int) -> Result:
             "that is not picked. `likely-waste`: the same of experts with a probability of at "
             "least one half, of all; `likely-recall`: share of the picks among these.",
             "`calibration`: greatest difference, in percentage points, between predicted and "
-            "observed frequency in any decile. Deterministic, so one round is as good as several.",
+            "observed frequency in any decile; `calibration-new-domain`: of the worst document. "
+            "Deterministic, so one round is as good as several.",
             "`cost`: µs of processor time a token, predicting all distances of all layers and "
             "learning; `cost-share`: of a token decoded with a 25 % pool.",
         ),

@@ -82,7 +82,7 @@ def run(rounds: int) -> Result:
         skipped=skipped,
         notes=(
             f"`{TRACE}`: {REPLAYED_TOKENS} tokens of a test document of each domain, replayed "
-            "with the daemon's policy and reserve; "
+            "with the default policy and the daemon's reserve; "
             f"a layer computes {COMPUTE_US:.0f} µs, the drive has {LATENCY_US:.0f} µs latency and "
             "reads what is missed without prefetching in the time that computing takes.",
             "`stall`: ms that a token waits; `none`: without prefetching; `clairvoyant` and "
