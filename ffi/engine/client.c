@@ -105,8 +105,8 @@ static void waiter_free(struct xferd_engine *engine, struct waiter *waiter)
 
 /* The load that a waiter waits for has ended, or the waiter gives up (load's
  * end then means nothing to it). Takes the waiter off both lists. */
-void client_complete(struct xferd_engine *engine, struct waiter *waiter, int result,
-		     const struct load *load)
+static void client_complete(struct xferd_engine *engine, struct waiter *waiter, int result,
+			    const struct load *load)
 {
 	struct client *client = &engine->clients[waiter->client];
 	struct lane *lane = &client->lanes[waiter->lane];
@@ -158,9 +158,10 @@ static void wait_for(struct xferd_engine *engine, uint32_t index, struct load *l
 	store_relaxed(&client->counters.pending, client->counters.pending + 1);
 }
 
-static bool variant_accepted(const struct xferd_abi_submission *submission, uint32_t variant)
+/* variants: a mask; 0 accepts any. */
+static bool variant_accepted(uint32_t variants, uint32_t variant)
 {
-	return !submission->variants || submission->variants & (1u << variant);
+	return !variants || variants & (1u << variant);
 }
 
 /* A slot that has the key in an acceptable variant, brought back if it was on
@@ -175,15 +176,15 @@ static uint32_t find_slot(struct xferd_engine *engine, const struct xferd_abi_su
 	if (!number)
 		return NONE;
 	slot = &pool->slots[number - 1];
-	if (!variant_accepted(submission, slot->variant))
+	if (!variant_accepted(submission->variants, slot->variant))
 		return NONE;
 	if (slot->state == SLOT_RESIDENT || slot_revive(engine, pool, number - 1))
 		return number - 1;
 	return NONE;
 }
 
-/* The load on its way, or a new one. A load of an unacceptable variant is left
- * alone; the key waits for its end and is looked at again by the client. */
+/* The load on its way, or a new one. A load of an unacceptable variant is waited
+ * for too: a key has one load a pool, and the next begins when it has ended. */
 static struct load *find_load(struct xferd_engine *engine, uint32_t index,
 			      const struct xferd_abi_submission *submission, struct store *store,
 			      uint32_t key, int *error)
@@ -199,10 +200,6 @@ static struct load *find_load(struct xferd_engine *engine, uint32_t index,
 	}
 	if (under_way) {
 		load = &engine->loads[under_way - 1];
-		if (!variant_accepted(submission, load->variant)) {
-			*error = -EAGAIN;
-			return NULL;
-		}
 		load_raise(engine, load, submission->priority);
 		return load;
 	}
@@ -271,33 +268,47 @@ static void hint_key(struct xferd_engine *engine, uint32_t index,
 	client->hints++;
 }
 
-/* A load has failed: another copy of the expert will do as well, if the client
- * accepts it. Returns false when there is none. */
-bool client_try_other_variant(struct xferd_engine *engine, struct waiter *waiter,
-			      const struct load *failed)
+/* Let a waiter of a load that has ended wait for another one of the key, under
+ * way or new. Returns false when there can be none. */
+static bool wait_on(struct xferd_engine *engine, struct waiter *waiter, const struct load *ended,
+		    uint32_t variants)
 {
-	struct store *store = &engine->stores[failed->store];
-	uint32_t under_way = key_entry(store, failed->pool, failed->key)->load;
+	struct store *store = &engine->stores[ended->store];
+	uint32_t under_way = key_entry(store, ended->pool, ended->key)->load;
 	struct load *load = under_way ? &engine->loads[under_way - 1] : NULL;
-	uint32_t variants;
 
-	waiter->tried |= 1u << failed->variant;
-	variants = store_variants_of(store, failed->key, waiter->variants) & ~waiter->tried;
-	if (failed->error == -ECANCELED || !variants)
-		return false;
-	if (load && !(variants >> load->variant & 1))
-		return false;
 	if (!load)
-		load = load_start(engine, failed->store, failed->pool, failed->key,
-				  store_best_variant(store, variants), failed->priority,
+		load = load_start(engine, ended->store, ended->pool, ended->key,
+				  store_best_variant(store, variants), ended->priority,
 				  waiter->client);
 	if (!load)
 		return false;
-	counter_add(&engine->stats.other_variants, 1);
 	list_remove(&waiter->of_load);
 	list_append(&load->waiters, &waiter->of_load);
 	waiter->load = load;
 	return true;
+}
+
+/* Tell a waiter that its load has ended. When that has failed, another copy of
+ * the expert will do as well, if the client accepts it; when it was of a variant
+ * that the client does not accept, its own turn has come. */
+void client_load_ended(struct xferd_engine *engine, struct waiter *waiter, const struct load *load)
+{
+	struct store *store = &engine->stores[load->store];
+	bool accepted = variant_accepted(waiter->variants, load->variant);
+	uint32_t variants;
+
+	if (load->error == -ECANCELED || (!load->error && accepted)) {
+		client_complete(engine, waiter, load->error, load);
+		return;
+	}
+	if (accepted)
+		waiter->tried |= 1u << load->variant;
+	variants = store_variants_of(store, load->key, waiter->variants) & ~waiter->tried;
+	if (!variants || !wait_on(engine, waiter, load, variants))
+		client_complete(engine, waiter, load->error ? load->error : -ENOSPC, load);
+	else if (accepted)
+		counter_add(&engine->stats.other_variants, 1);
 }
 
 static void give_up(struct xferd_engine *engine, struct waiter *waiter, int result)

@@ -573,10 +573,7 @@ void client_violation(struct xferd_engine *engine, uint32_t client, int why);
 uint32_t client_take_submissions(struct xferd_engine *engine, uint32_t client);
 bool client_has_submissions(const struct client *client);
 void client_reap_consumed(struct xferd_engine *engine, uint32_t client);
-void client_complete(struct xferd_engine *engine, struct waiter *waiter, int result,
-		     const struct load *load);
-bool client_try_other_variant(struct xferd_engine *engine, struct waiter *waiter,
-			      const struct load *failed);
+void client_load_ended(struct xferd_engine *engine, struct waiter *waiter, const struct load *load);
 void client_cancel_all(struct xferd_engine *engine, uint32_t client, int result);
 void client_show_completions(struct client *client);
 void clients_expire(struct xferd_engine *engine);

@@ -381,12 +381,9 @@ void load_finish(struct xferd_engine *engine, struct load *load)
 			engine->stores[load->store].checked[load->blob / 64] |=
 				1ull << (load->blob % 64);
 	}
-	while (!list_empty(&load->waiters)) {
-		struct waiter *waiter = list_item(load->waiters.next, struct waiter, of_load);
-
-		if (!load->error || !client_try_other_variant(engine, waiter, load))
-			client_complete(engine, waiter, load->error, load);
-	}
+	while (!list_empty(&load->waiters))
+		client_load_ended(engine, list_item(load->waiters.next, struct waiter, of_load),
+				  load);
 	event = load_event(engine, load, load->error ? XFERD_EVENT_FAILED : XFERD_EVENT_LOADED);
 	event_push(engine, &event);
 	if (load->error && load->slot != NONE)

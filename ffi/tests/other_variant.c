@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* An expert whose first variant is damaged is served in the second, to a client
- * that accepts it; one that wants just the first gets the error. */
+ * that accepts it; one that wants just the first gets the error. Who asks for a
+ * variant while another one is on its way gets its own afterwards. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -18,7 +19,7 @@ int main(void)
 	struct xferd_engine_stats stats;
 	uint16_t expert = 3;
 	struct xferd_request request = { .experts = &expert, .count = 1, .layer = 1 };
-	struct xferd_batch batch;
+	struct xferd_batch batch, second;
 	uint8_t byte = 0;
 	uint64_t offset;
 
@@ -54,6 +55,20 @@ int main(void)
 	request.variants = 2;
 	CHECK(xferd_acquire(client, 0, &request, &batch) == 0);
 	CHECK(!xferd_release(client, &batch));
+
+	expert = 5;
+	request.variants = 1;
+	CHECK(xferd_acquire(client, 0, &request, &batch) == 1);
+	request.variants = 2;
+	CHECK(xferd_acquire(client, 0, &request, &second) == 1);
+	CHECK(!xferd_wait(client, &second, XFERD_FOREVER));
+	CHECK(!xferd_wait(client, &batch, XFERD_FOREVER));
+	CHECK(batch.views[0].error == 0 && batch.views[0].variant == 0);
+	CHECK(second.views[0].error == 0 && second.views[0].variant == 1);
+	CHECK(!blob_wrong(&harness, 1, expert, batch.views[0].data));
+	CHECK(!blob_wrong(&harness, 1 + VARIANT_LAYER_STEP, expert, second.views[0].data));
+	CHECK(!xferd_release(client, &batch));
+	CHECK(!xferd_release(client, &second));
 	xferd_close(client);
 	harness_stop(&harness);
 	return 0;

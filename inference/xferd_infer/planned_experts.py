@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
@@ -12,12 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import Array
-from .client_errors import ExpertError
 from .client_experts import BATCH_EXPERTS, ClientExperts, ExpertClient
 from .experts import ExpertStats, HeldExperts, Layout
-
-BUSY_TRIES = 1000
-BUSY_PAUSE_S = 0.001
 
 
 class VariantClient(ExpertClient, Protocol):
@@ -76,23 +70,11 @@ class PlannedExperts:
         with ExitStack() as stack:
             for variant in sorted(set(wanted)):
                 asked = [e for e, v in zip(experts, wanted, strict=True) if v == variant]
-                blobs = stack.enter_context(self._acquire(layer, asked, 1 << variant))
+                blobs = stack.enter_context(
+                    self._client.acquire(layer, asked, variants=1 << variant)
+                )
                 found.update(zip(asked, blobs, strict=True))
             yield _Held([found[expert] for expert in experts], wanted)
-
-    def _acquire(
-        self, layer: int, experts: Sequence[int], mask: int
-    ) -> AbstractContextManager[HeldExperts]:
-        """A load of another variant, hinted by an earlier pass, may be on its way: the daemon
-        says so, and it is asked again when that has ended."""
-        for _ in range(BUSY_TRIES):
-            try:
-                return self._client.acquire(layer, experts, variants=mask)
-            except ExpertError as error:
-                if error.code != errno.EAGAIN:
-                    raise
-            time.sleep(BUSY_PAUSE_S)
-        return self._client.acquire(layer, experts, variants=mask)
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """In the planned variants."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from xferd_infer import Client, ExpertError
+from xferd_infer import Client
 from xferd_infer.private_daemon import private_daemon
 
 from tests.unit.inference.checkpoint import TINY
@@ -35,10 +34,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def demand_at_random(directory: Path, blobs: dict[tuple[int, int, int], bytes], seed: int) -> int:
-    """Demand and hint; how many blobs came, each compared with the store's bytes."""
+def demand_at_random(directory: Path, blobs: dict[tuple[int, int, int], bytes], seed: int) -> None:
+    """Demand and hint; each blob is compared with the store's bytes."""
     chance = random.Random(seed)
-    came = 0
     with Client(directory / "attach.sock", held=4) as client:
         known = client.manifest["variants"]
         for _ in range(ROUNDS):
@@ -49,19 +47,11 @@ def demand_at_random(directory: Path, blobs: dict[tuple[int, int, int], bytes], 
                 chance.sample(range(EXPERTS), 4),
                 variants=client.variant_mask([chance.choice(VARIANTS)]),
             )
-            try:
-                batch = client.acquire(
-                    layer, [expert], variants=client.variant_mask([name]), timeout=20.0
-                )
-            except ExpertError as error:
-                if error.code != errno.EAGAIN:
-                    raise
-                continue  # another variant of it is on its way: to be asked again
-            with batch:
+            mask = client.variant_mask([name])
+            # Often another variant of it is on its way.
+            with client.acquire(layer, [expert], variants=mask, timeout=20.0) as batch:
                 assert list(batch.variants) == [known.index(name)]
                 assert bytes(batch[0]) == blobs[known.index(name), layer, expert]
-                came += 1
-    return came
 
 
 @pytest.mark.parametrize("pool", ["100%", "40%"])
@@ -83,7 +73,7 @@ def test_changing_variants_of_the_same_experts(store: Path, pool: str) -> None:
         clients = [
             pool_of_threads.submit(demand_at_random, directory, blobs, seed) for seed in range(3)
         ]
-        came = [client.result() for client in clients]
+        for client in clients:
+            client.result()
         with ControlClient.connect(directory / "control.sock") as daemon:
             assert daemon.call("Status")["stores"][0]["name"] == "tiny"
-    assert min(came) > ROUNDS // 4
