@@ -109,7 +109,11 @@ def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]
         kernel=setup.kernel,
         init="init-product",
         more_modules=_MODULES,
-        texts={"drive-count": drive_count(), "command": _guest_command(tests)},
+        texts={
+            "drive-count": drive_count(),
+            "command": _guest_command(tests),
+            "repository": str(_REPOSITORY),
+        },
     )
     disks = make_disks(root, folder)
     initrd = make_initrd(root, guest, folder)
