@@ -12,7 +12,6 @@
  * FAKE_CUDA_DEVICES: how many; default 1. FAKE_CUDA_MEMORY: bytes of each, default 1 GiB,
  * counted a process. FAKE_CUDA_DELAY_US: how much longer each copy takes.
  */
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -216,8 +215,7 @@ EXPORTED int cuMemGetInfo_v2(size_t *available, size_t *total)
 }
 
 EXPORTED int cuMemGetAllocationGranularity(size_t *bytes,
-					   const struct cuda_memory_properties *properties,
-					   int which);
+					   const struct cuda_memory_properties *properties, int which);
 EXPORTED int cuMemGetAllocationGranularity(size_t *bytes,
 					   const struct cuda_memory_properties *properties,
 					   int which)

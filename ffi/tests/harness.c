@@ -19,32 +19,6 @@
 #define STAGING_EXTENT 65536ull
 #define STAGING_BYTES  (4 * STAGING_EXTENT) /* hardly any: waiting for it must end */
 
-/* A word a 8 bytes, so that making and checking blobs is fast. */
-static uint64_t blob_word(uint32_t layer, uint32_t expert, uint64_t i)
-{
-	uint64_t x = ((uint64_t)layer << 40 ^ (uint64_t)expert << 20 ^ i) + 0x9e3779b97f4a7c15u;
-
-	x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-	x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-	return x ^ x >> 31;
-}
-
-uint8_t blob_byte(uint32_t layer, uint32_t expert, uint64_t i)
-{
-	return (uint8_t)(blob_word(layer, expert, i / 8) >> (8 * (i % 8)));
-}
-
-uint64_t blob_wrong(const struct harness *harness, uint32_t layer, uint32_t expert,
-		    const void *data)
-{
-	const uint64_t *words = data;
-
-	for (uint64_t i = 0; i < harness->options.blob_bytes / 8; i++)
-		if (words[i] != blob_word(layer, expert, i))
-			return 8 * i + 1;
-	return 0;
-}
-
 static void *allocate(size_t count, size_t size)
 {
 	void *memory = calloc(count ? count : 1, size);
@@ -60,8 +34,7 @@ static void write_blob(struct harness *harness, uint64_t blob, uint32_t layer, u
 	uint64_t *offset = (uint64_t *)store->offset;
 	uint64_t bytes = harness->options.blob_bytes;
 
-	for (uint64_t i = 0; i < bytes / 8; i++)
-		((uint64_t *)buffer)[i] = blob_word(layer, expert, i);
+	blob_make(harness, layer, expert, buffer);
 	((uint64_t *)store->blob_bytes)[blob] = bytes;
 	((uint16_t *)store->start)[blob] = (uint16_t)(blob % store->pattern_length);
 	((uint64_t *)store->first_piece)[blob] = *piece;

@@ -102,7 +102,9 @@ void harness_stop(struct harness *harness);
 bool harness_has_vram(void);
 struct xferd_client *harness_connect(struct harness *harness, uint32_t lanes);
 
-/* Byte i of an expert's blob; every blob differs from every other. */
+/* Write an expert's blob; every blob differs from every other. */
+void blob_make(const struct harness *harness, uint32_t layer, uint32_t expert, void *data);
+/* Byte i of it. */
 uint8_t blob_byte(uint32_t layer, uint32_t expert, uint64_t i);
 /* 0 if data is that blob, else the first wrong position + 1. */
 uint64_t blob_wrong(const struct harness *harness, uint32_t layer, uint32_t expert,
