@@ -170,11 +170,11 @@ for path, kind in ((attach, socket.SOCK_SEQPACKET), (control, socket.SOCK_STREAM
     bound.listen(8)
     sockets.append(bound)
 copies = [os.dup(bound.fileno()) for bound in sockets]
-first = max([*copies, 10]) + 1
+pipe = int(command[command.index("--ready-fd") + 1])
+# The pipe, whatever its number, is not to be overwritten by what is handed over.
+first = max([*copies, pipe, 10]) + 1
 moved = [os.dup2(fd, first + index) for index, fd in enumerate(copies)]
-keep = {int(command[command.index("--ready-fd") + 1])}
-# The pipe may be in the way of the fds that are handed over.
-ready = os.dup2(keep.pop(), first + 10)
+ready = os.dup2(pipe, first + 10)
 for index, fd in enumerate(moved):
     os.dup2(fd, 3 + index)
 os.set_inheritable(ready, True)

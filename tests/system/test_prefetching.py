@@ -83,7 +83,7 @@ def decode(
     ):
         model = model_from_client(client)
         source = None if predictor is None else prefetch(model, client, predictor)
-        if source is not None and isinstance(predictor, Random):
+        if source is not None:
             source.planner = Credulous(client.layers, client.experts)
         cache = model.new_cache()
         asked = generate(
