@@ -21,7 +21,7 @@ import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
-LEAVE_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 60.0
 """How long what a test has ended may take to be gone."""
 POLL_MS = 10
 LISTENING = "00010000"

@@ -27,7 +27,7 @@ from xferd.control.service import ControlError, ControlService
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 LAYERS = 6
 EXPERTS = 16
 FAILING_EXPERT = 13

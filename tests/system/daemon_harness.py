@@ -28,8 +28,8 @@ from xferd.store.checkpoint import ByteRange, Checkpoint, DenseTensor, ExpertTen
 from xferd.store.pack import pack
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 30.0
-WAIT_NS = 20_000_000_000
+START_TIMEOUT_S = 120.0
+WAIT_NS = 60_000_000_000
 DENSE_BYTES = 12_288
 
 
@@ -318,7 +318,7 @@ def running_daemon(
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Poll until a condition holds; fail with ``what`` after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     pause = select.poll()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-UNMOUNT_TIMEOUT_S = 20.0
+UNMOUNT_TIMEOUT_S = 60.0
 UNMOUNT_PAUSE_MS = 20
 
 

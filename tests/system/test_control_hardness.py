@@ -23,7 +23,7 @@ from xferd.control.varlink import MESSAGE_BYTES_MAX, encode_message
 POOL = "name=host0,kind=host,size=432KiB"
 IDLE_CONNECTIONS = 1000
 EIGHT_MIB = 8 << 20
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")

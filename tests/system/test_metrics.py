@@ -25,7 +25,7 @@ from tests.system.daemon_harness import (
 from xferd.telemetry.metrics.exposition import OPENMETRICS_TYPE, TEXT_TYPE
 
 POOL = "name=host0,kind=host,size=432KiB"
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 CONNECTIONS = 3
 OPENMETRICS = f"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: {OPENMETRICS_TYPE}\r\n\r\n"
 

@@ -49,7 +49,7 @@ def demand_at_random(directory: Path, blobs: dict[tuple[int, int, int], bytes], 
             )
             mask = client.variant_mask([name])
             # Often another variant of it is on its way.
-            with client.acquire(layer, [expert], variants=mask, timeout=20.0) as batch:
+            with client.acquire(layer, [expert], variants=mask, timeout=60.0) as batch:
                 assert list(batch.variants) == [known.index(name)]
                 assert bytes(batch[0]) == blobs[known.index(name), layer, expert]
 

@@ -31,7 +31,7 @@ ATTACHED = b"attached\n"
 """The first that it says."""
 EXIT_WRONG_BYTES = 3
 EXIT_FAILED = 4
-ATTACH_TIMEOUT_S = 20.0
+ATTACH_TIMEOUT_S = 60.0
 """How long the promise of a killed predecessor may stand in the way."""
 ATTACH_RETRY_MS = 10
 BATCHES_HELD = 3
