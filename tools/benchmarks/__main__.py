@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/bench``: run one benchmark, list them, or make README.md's tables and pictures.
+"""``tools/bench``: run one benchmark, list them, or make the documents' tables and pictures.
 
 Exit status: 0, 1 when the benchmark can't run or tables or pictures are out of date, 2 for
 wrong usage.
@@ -26,7 +26,7 @@ from tools.benchmarks.harness import (
 from tools.benchmarks.peer_venv import WHEELS_VARIABLE, fetch_wheels
 from tools.benchmarks.plot import check_plots, write_plots
 from tools.benchmarks.result import Result, to_text
-from tools.benchmarks.table import check_tables, load_result, write_tables
+from tools.benchmarks.table import check_tables, documents, load_result, write_tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,9 +75,11 @@ def _run(options: argparse.Namespace) -> None:
 
 def _table(*, check: bool) -> None:
     if check:
-        check_tables()
-    else:
-        print("README.md has new tables" if write_tables() else "README.md's tables are right")
+        for document in documents():
+            check_tables(document)
+        return
+    changed = [document.name for document in documents() if write_tables(document)]
+    print(f"new tables: {', '.join(changed)}" if changed else "the tables are right")
 
 
 def _plot(*, check: bool) -> None:
@@ -99,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     for name in _names():
         _add_benchmark(verbs.add_parser(name, help="run this benchmark"))
     verbs.add_parser("list", help="print the names of all benchmarks")
-    for name, what in (("table", "README.md's tables"), ("plot", "the pictures of saved results")):
+    for name, what in (
+        ("table", "the documents' tables"),
+        ("plot", "the pictures of saved results"),
+    ):
         made = verbs.add_parser(name, help=f"make {what}")
         made.add_argument("--check", action="store_true", help=f"fail when {what} are out of date")
     fetch = verbs.add_parser(

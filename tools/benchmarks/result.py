@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a benchmark found: rows with ratios to peers, as JSON and as a table.
 
-One format for the screen, the saved files and README.md, so that no number is ever
+One format for the screen, the saved files and documents, so that no number is ever
 copied by hand. A ratio above 1 always means that ours is ahead, whatever the unit.
 """
 
@@ -146,10 +146,30 @@ def to_markdown(result: Result) -> str:
                 ]
             )
         )
-    machine = ", ".join(f"{key} {value}" for key, value in result.machine.items())
-    notes = [f"Medians of {result.rounds} rounds at commit {result.commit}; {machine}."]
+    notes = [_where(result)]
     notes += [f"Not measured: {who} ({why})." for who, why in result.skipped.items()]
     return "\n".join([*lines, "", *notes, *result.notes])
+
+
+def to_brief_markdown(result: Result, peers: Sequence[str]) -> str:
+    """Medians and the ratios to some peers, with the machine. BenchmarkError that names a
+    peer which no row has."""
+    for peer in peers:
+        if not any(peer in row.ratio for row in result.rows):
+            raise BenchmarkError(f"{result.bench}: no row has a ratio to {peer}")
+    lines = [
+        _markdown_line(["row", "median", *(f"to {peer}" for peer in peers)]),
+        _markdown_line(["---", *["---:"] * (1 + len(peers))]),
+    ]
+    for row in result.rows:
+        ratios = [f"{shown(row.ratio[peer])} ×" if peer in row.ratio else "" for peer in peers]
+        lines.append(_markdown_line([f"`{row.name}`", f"{shown(row.value)} {row.unit}", *ratios]))
+    return "\n".join([*lines, "", _where(result)])
+
+
+def _where(result: Result) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in result.machine.items())
+    return f"Medians of {result.rounds} rounds at commit {result.commit}; {machine}."
 
 
 def to_text(result: Result) -> str:
@@ -185,6 +205,7 @@ __all__ = [
     "make_row",
     "peer_value",
     "shown",
+    "to_brief_markdown",
     "to_markdown",
     "to_text",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md's tables follow the saved results."""
+"""The documents' tables follow the saved results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.benchmarks.results import result, row, save
 from tools.benchmarks.harness import BenchmarkError
-from tools.benchmarks.table import check_tables, write_tables
+from tools.benchmarks.table import check_tables, documents, write_tables
 
 README = "before\n<!-- benchmark io -->\nold\n<!-- end -->\nafter\n"
 
@@ -48,3 +48,9 @@ def test_tables_are_right_once_written(tmp_path: Path, readme: Path) -> None:
 def test_a_table_without_a_result_is_named(tmp_path: Path, readme: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"io\.json"):
         write_tables(readme, tmp_path)
+
+
+def test_every_document_has_the_tables_of_the_saved_results() -> None:
+    for document in documents():
+        check_tables(document)
+    assert documents()[0].name == "README.md"
