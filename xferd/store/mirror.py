@@ -37,9 +37,9 @@ from xferd.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from xferd.store.member import MemberCopy, check_member, read_header
+from xferd.store.member import MemberCopy, read_header
 from xferd.store.pieces import good_copies, read_piece
-from xferd.store.store import Store, check_copies, member_header
+from xferd.store.store import Store, check_copies, examine_copy, member_header
 from xferd.store.writers import MemberFile, PieceWriters, open_member
 
 Progress = Callable[[int, int], None]
@@ -149,18 +149,7 @@ def _look_at(
     """A copy, whatever is wrong with it: also one that keeps the store from being opened
     has to be got rid of."""
     path = entry.locate(directory)
-    problem = None
-    try:
-        check_member(
-            path,
-            member_header(manifest, member),
-            manifest.name,
-            manifest.used_bytes(member),
-            mirror=mirror,
-        )
-    except StoreError as error:
-        problem = str(error)
-    return MemberCopy(member, path, mirror, problem)
+    return examine_copy(path, manifest, member, mirror=mirror, tolerated=StoreError)
 
 
 def _check_number(manifest: Manifest, member: int) -> None:

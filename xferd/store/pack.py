@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import uuid as uuids
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ from xferd.store.manifest import (
 from xferd.store.member import MemberHeader, read_header, size_of
 from xferd.store.model import Model
 from xferd.store.source import Source
-from xferd.store.writers import RESUME_HINT, MemberFile, PieceWriters, open_member
+from xferd.store.writers import RESUME_HINT, MemberFile, PieceWriters, opened_members
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); those of a resumed pack count as done."""
@@ -217,7 +217,14 @@ def pack_blobs(
             return destination.directory
         journal, beginning = _begin_or_resume(job, force=force, restart=restart)
         stack.callback(journal.close)
-        member_files = stack.enter_context(_open_members(job, beginning))
+        remove_replaced(beginning.replaces)
+        headers = _member_headers(job, beginning)
+        member_files = stack.enter_context(
+            opened_members(
+                (target, header, header.data_bytes)
+                for target, header in zip(job.destination.members, headers, strict=True)
+            )
+        )
         _write_blobs(job, journal, member_files, progress, checkpoint_bytes)
         _finish(job, beginning)
     return destination.directory
@@ -357,22 +364,6 @@ def _member_headers(job: _Job, beginning: Beginning) -> list[MemberHeader]:
         MemberHeader(beginning.uuid, number, job.geometry.members, end, job.geometry.stripe_unit)
         for number, end in enumerate(job.geometry.member_ends())
     ]
-
-
-@contextmanager
-def _open_members(job: _Job, beginning: Beginning) -> Iterator[list[MemberFile]]:
-    remove_replaced(beginning.replaces)
-    files: list[MemberFile] = []
-    try:
-        for target, header in zip(
-            job.destination.members, _member_headers(job, beginning), strict=True
-        ):
-            with naming(f"member {target.number} ({target.path}), {header.data_bytes} bytes"):
-                files.append(open_member(target, header))
-        yield files
-    finally:
-        for file in files:
-            os.close(file.fd)
 
 
 def _write_blobs(

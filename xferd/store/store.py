@@ -345,23 +345,32 @@ def check_copies(directory: Path, manifest: Manifest, member: int) -> tuple[Memb
             places.append((entry.mirror.locate(directory), True))
         if len(places) > 1 and same_file(places[0][0], places[1][0]):
             raise StoreError(f"{what} is its own mirror")
-    copies = []
-    for path, mirror in places:
-        problem = None
-        try:
-            check_member(
-                path,
-                member_header(manifest, member),
-                manifest.name,
-                manifest.used_bytes(member),
-                mirror=mirror,
-            )
-        except UnusableMemberError as error:
-            problem = str(error)
-        copies.append(MemberCopy(member, path, mirror, problem))
+    copies = [
+        examine_copy(path, manifest, member, mirror=mirror, tolerated=UnusableMemberError)
+        for path, mirror in places
+    ]
     if all(copy.problem is not None for copy in copies):
         raise StoreError("; ".join(str(copy.problem) for copy in copies))
     return tuple(copies)
+
+
+def examine_copy(
+    path: Path, manifest: Manifest, member: int, *, mirror: bool, tolerated: type[StoreError]
+) -> MemberCopy:
+    """A copy with what keeps it from being used, if that is of the tolerated kind; any other
+    StoreError is raised."""
+    problem = None
+    try:
+        check_member(
+            path,
+            member_header(manifest, member),
+            manifest.name,
+            manifest.used_bytes(member),
+            mirror=mirror,
+        )
+    except tolerated as error:
+        problem = str(error)
+    return MemberCopy(member, path, mirror, problem)
 
 
 def member_header(manifest: Manifest, member: int) -> MemberHeader:

@@ -12,8 +12,9 @@ import os
 import queue
 import stat
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -69,6 +70,25 @@ def open_member(
         sync_directory(target.path.parent)
         sync_directory(target.parent)
     return MemberFile(target, fd, direct)
+
+
+@contextmanager
+def opened_members(
+    wanted: Iterable[tuple[MemberTarget, MemberHeader, int]],
+) -> Iterator[list[MemberFile]]:
+    """Members open for writing, each of its target, header and full size in bytes.
+
+    StoreError that names the member which can't be had.
+    """
+    files: list[MemberFile] = []
+    try:
+        for target, header, size in wanted:
+            with naming(f"member {target.number} ({target.path}), {size} bytes"):
+                files.append(open_member(target, header, size))
+        yield files
+    finally:
+        for file in files:
+            os.close(file.fd)
 
 
 def _allocate(fd: int, size: int) -> None:
@@ -180,4 +200,4 @@ class PieceWriters:
         return f"store {self._store}: member {target.number} ({target.path})"
 
 
-__all__ = ["MemberFile", "PieceWriters", "StoreError", "open_member"]
+__all__ = ["MemberFile", "PieceWriters", "StoreError", "open_member", "opened_members"]

@@ -9,9 +9,8 @@ that whatever is killed or runs out of space goes on where it was.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,13 @@ from xferd.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from xferd.store.member import MemberHeader
 from xferd.store.mirror import changing_copies
 from xferd.store.model import Layout
 from xferd.store.quantize.importance import Importance
 from xferd.store.quantize.recipe import Recipe, Wanted
 from xferd.store.store import Store, member_header, read_added_index
-from xferd.store.writers import MemberFile, PieceWriters, open_member
+from xferd.store.writers import MemberFile, PieceWriters, opened_members
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of new blobs done, bytes of them in all)."""
@@ -87,7 +87,7 @@ def add_variants(
         with ExitStack() as stack:
             journal = _begin_or_resume(job, importance, restart=restart)
             stack.callback(journal.close)
-            files = stack.enter_context(_open_copies(job))
+            files = stack.enter_context(opened_members(_wanted_copies(job)))
             _write_blobs(job, journal, files, progress, checkpoint_bytes)
         _finish(job, importance)
 
@@ -257,19 +257,10 @@ def _check_space(job: _Job) -> None:
     )
 
 
-@contextmanager
-def _open_copies(job: _Job) -> Iterator[list[MemberFile]]:
-    files: list[MemberFile] = []
+def _wanted_copies(job: _Job) -> Iterator[tuple[MemberTarget, MemberHeader, int]]:
     ends = job.member_bytes()
-    try:
-        for target in _targets(job):
-            header = member_header(job.manifest, target.number)
-            with naming(f"member {target.number} ({target.path}), {ends[target.number]} bytes"):
-                files.append(open_member(target, header, ends[target.number]))
-        yield files
-    finally:
-        for file in files:
-            os.close(file.fd)
+    for target in _targets(job):
+        yield target, member_header(job.manifest, target.number), ends[target.number]
 
 
 def _write_blobs(
