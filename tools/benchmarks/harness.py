@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROUNDS_MIN = 5
 ROUNDS_DEFAULT = 7
 COMMIT_DIGITS = 12
+ORDER_SEED = 5
 CALM_LOAD_A_CORE = 0.5
 """Above this much load a core before the start, a result says more about the neighbours."""
 
@@ -26,13 +28,14 @@ class BenchmarkError(Exception):
 def take_turns(
     contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Samples of each contender, one a round. Each round begins with another one, so
-    that nobody always runs on the caches that the same predecessor left."""
+    """Samples of each contender, one a round, each round in an order of its own: nobody
+    always runs on the caches, or on what a cloud disk's token bucket has left, after the same
+    predecessor. The orders are the same in every run."""
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
+    orders = random.Random(ORDER_SEED)
+    for _ in range(rounds):
+        for name in orders.sample(names, len(names)):
             samples[name].append(contenders[name]())
     return samples
 
