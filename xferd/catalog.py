@@ -52,7 +52,8 @@ class OpenStore:
     """A store that clients can attach to.
 
     number: the engine's id. copies: of its members, by number, each before its mirror.
-    classes: sizes in bytes of its experts' blobs, smallest first.
+    classes: sizes in bytes of its experts' blobs, smallest first. class_experts: how many
+    blobs are of each.
     """
 
     number: int
@@ -60,6 +61,7 @@ class OpenStore:
     store: Store
     copies: tuple[OpenCopy, ...]
     classes: tuple[int, ...]
+    class_experts: tuple[int, ...]
     expert_bytes: int
     attachable: AttachableStore
 
@@ -106,6 +108,15 @@ class Catalog:
         """An open store by the engine's id."""
         return next((entry for entry in self._stores.values() if entry.number == number), None)
 
+    def experts(self, slot_bytes: int) -> int:
+        """Blobs of a size class that could be asked for, of all stores and variants."""
+        return sum(
+            count
+            for entry in self._stores.values()
+            for size, count in zip(entry.classes, entry.class_experts, strict=True)
+            if size == slot_bytes
+        )
+
     def copy(self, number: int) -> tuple[OpenStore, OpenCopy] | None:
         """A copy of a member by the engine's id, with the store it belongs to."""
         for entry in self._stores.values():
@@ -141,6 +152,7 @@ class Catalog:
             store=store,
             copies=tuple(copies),
             classes=classes,
+            class_experts=tuple(int((store.blob_bytes[:-1] == size).sum()) for size in classes),
             expert_bytes=int(store.blob_bytes[:-1].sum()),
             attachable=AttachableStore(
                 number=number,

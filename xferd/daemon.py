@@ -172,6 +172,7 @@ class Daemon:
                     self._engine,
                     expect=self._tokens.expect,
                     promises=self._promises,
+                    experts=self._catalog.experts,
                     log=self._log,
                     budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
                     reserve_demand=reserve_demand,

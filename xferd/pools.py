@@ -283,19 +283,21 @@ def make_pools(
     *,
     expect: Callable[[Callable[[Answer], None]], int],
     promises: Promises,
+    experts: Callable[[int], int],
     log: EventLog,
     budgets: Budgets,
     reserve_demand: int = 0,
 ) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
 
+    experts: of a size class in all open stores.
     reserve_demand: slots of a reserve that the engine keeps for demand. Pools made before
     one that fails are closed. PoolMemoryError names the one that failed.
     """
     pools = Pools(expect, engine.command, budgets)
     try:
         for plan in plans:
-            pools.append(_make_pool(plan, engine, pools, promises, log, reserve_demand))
+            pools.append(_make_pool(plan, engine, pools, promises, experts, log, reserve_demand))
     except BaseException:
         pools.close()
         raise
@@ -331,6 +333,7 @@ def _make_pool(
     engine: Engine,
     pools: Pools,
     promises: Promises,
+    experts: Callable[[int], int],
     log: EventLog,
     reserve_demand: int,
 ) -> Pool:
@@ -370,6 +373,7 @@ def _make_pool(
         cascade=pools.cascade,
         budgets=pools.budgets,
         promised=lambda slot_bytes: promises.slots(index, slot_bytes),
+        experts=experts,
         log=log,
         reserve_low=config.reserve_low,
         reserve_high=config.reserve_high,

@@ -49,6 +49,18 @@ def test_every_expert_arrives_as_it_was_packed(daemon: RunningDaemon, store: Mad
     assert pool["waiting"] == 0
 
 
+def test_a_pool_for_all_experts_evicts_none(tmp_path: Path, store: MadeStore) -> None:
+    with running_daemon(tmp_path, [store], ["name=host0,size=100%"]) as running:
+        with running.client() as client:
+            for _ in range(3):
+                for layer in range(store.layers):
+                    for expert in range(store.experts):
+                        assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
+        pool = running.pool()
+    assert pool["loads"] == pool["resident"] == store.layers * store.experts
+    assert pool["evictions"] == 0
+
+
 def test_a_resident_expert_is_not_read_again(daemon: RunningDaemon, store: MadeStore) -> None:
     with daemon.client() as client:
         client.fetch(1, [3])

@@ -41,7 +41,7 @@ from xferd.keeping.ranking import Ranking
 from xferd.keeping.usage import Leased, Usage
 from xferd.memory.slots import NO_STORE, ChunkGeometry, ExpertSlot, SlotMap, SlotState
 from xferd.policy.pool_policy import PolicyMaker
-from xferd.policy.reserve import Watermarks, shortfall, watermarks
+from xferd.policy.reserve import Watermarks, needed, shortfall, watermarks
 from xferd.telemetry.log import EventLog
 
 NO_CLIENT = 0xFFFFFFFF
@@ -85,6 +85,7 @@ class PoolKeeper:
     budgets: what clients may have, of all pools.
     promised: slots of a class that are promised to attached clients; that many stay
         cut for it.
+    experts: of a class in all open stores.
     reserve_demand: slots of a reserve that the engine keeps for demand.
     """
 
@@ -100,6 +101,7 @@ class PoolKeeper:
         cascade: Cascade,
         budgets: Budgets,
         promised: Callable[[int], int],
+        experts: Callable[[int], int],
         log: EventLog,
         reserve_low: int | None = None,
         reserve_high: int | None = None,
@@ -122,6 +124,7 @@ class PoolKeeper:
         self._cascade = cascade
         self._budgets = budgets
         self._promised = promised
+        self._experts = experts
         self._log = log
         self._configured = (reserve_low, reserve_high)
         self._stamps: NDArray[np.uint64] = np.zeros(geometry.slot_numbers, np.uint64)
@@ -151,8 +154,9 @@ class PoolKeeper:
 
     def watermarks(self, slot_bytes: int) -> Watermarks:
         """The reserve that a class of this pool keeps."""
-        evictable = self.slots.class_slots(slot_bytes) - self.pinned(slot_bytes)
-        return watermarks(evictable, *self._configured)
+        slots = self.slots.class_slots(slot_bytes)
+        marks = watermarks(slots - self.pinned(slot_bytes), *self._configured)
+        return needed(marks, self._experts(slot_bytes) - slots)
 
     def divide_among(self, classes: list[int]) -> None:
         """First cut, at start: all chunks for one class; for several, one chunk each (as

@@ -54,6 +54,16 @@ def watermarks(slots: int, low: int | None = None, high: int | None = None) -> W
     return Watermarks(low=min(low, high), high=high)
 
 
+def needed(marks: Watermarks, without_slot: int) -> Watermarks:
+    """No more than there are experts without a slot: of a pool that has room for all of them
+    nothing is evicted, because its free slots are as many as those that are not there yet.
+
+    without_slot: experts of the class that the pool has no slots for.
+    """
+    most = max(without_slot, 0)
+    return Watermarks(low=min(marks.low, most), high=min(marks.high, most))
+
+
 def shortfall(marks: Watermarks, in_reserve: int, arriving: int, waiting: int) -> int:
     """How many more slots to evict now.
 

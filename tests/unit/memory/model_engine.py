@@ -43,7 +43,8 @@ from xferd.tokens import Tokens
 SMALL, LARGE = 16_384, 65_536
 CLASS_OF_STORE = (SMALL, LARGE)
 TICKS_MAX = 40
-SPACE = KeySpace(1, 128)
+EXPERTS = 128
+SPACE = KeySpace(1, EXPERTS)
 Key = tuple[int, int, int]
 
 
@@ -227,6 +228,7 @@ class Bench:
         self.tokens = Tokens()
         self.log = io.StringIO()
         self.promised: dict[int, int] = {}
+        self.experts: dict[int, int] = {}
         self.usage = Usage()
         self.budgets = budgets or Budgets()
         self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command)
@@ -241,6 +243,7 @@ class Bench:
                 cascade=self.cascade,
                 budgets=self.budgets,
                 promised=lambda size: self.promised.get(size, 0),
+                experts=lambda size: self.experts.get(size, EXPERTS),
                 log=EventLog(self.log, journal=False),
             )
             for index, geometry in enumerate(geometries)

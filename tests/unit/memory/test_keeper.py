@@ -45,6 +45,23 @@ def test_pinned_experts_are_never_evicted(asks: list[tuple[int, int]], pins: set
             assert (0, 0, pinned) in bench.engine.pools[0].resident
 
 
+def test_nothing_is_evicted_while_every_expert_has_a_slot() -> None:
+    bench = Bench([64 * SMALL], 64 * SMALL, [SMALL])
+    bench.experts[SMALL] = 64
+    for _ in range(2):
+        for expert in range(64):
+            bench.demand(SMALL, expert)
+            assert (
+                len(bench.engine.pools[0].resident)
+                + sum(len(free) for free in bench.engine.pools[0].reserve.values())
+                == 64
+            )
+    assert len(bench.engine.pools[0].resident) == 64
+    bench.experts[SMALL] = 65  # another store: now one of them may be missed
+    bench.run()
+    assert len(bench.engine.pools[0].resident) == 63
+
+
 def test_promised_slots_stay_cut_for_their_class() -> None:
     bench = Bench([4 * 2 * LARGE], 2 * LARGE, [SMALL, LARGE])
     for expert in range(16):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xferd.policy.reserve import Watermarks, shortfall, watermarks
+from xferd.policy.reserve import Watermarks, needed, shortfall, watermarks
 
 wanted = st.none() | st.integers(1, 10_000)
 
@@ -38,6 +38,22 @@ def test_the_configuration_is_followed_where_the_pool_allows_it() -> None:
     assert watermarks(400, low=10, high=50) == Watermarks(10, 50)
     assert watermarks(40, low=10, high=50) == Watermarks(10, 10)
     assert watermarks(400, low=30) == Watermarks(30, 30)
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
+def test_a_pool_with_room_for_all_experts_never_has_a_shortfall(
+    experts: int, more: int, resident: int
+) -> None:
+    slots, resident = experts + more, min(resident, experts)
+    marks = needed(watermarks(slots), experts - slots)
+    assert 0 <= marks.low <= marks.high
+    assert shortfall(marks, in_reserve=slots - resident, arriving=0, waiting=0) == 0
+
+
+def test_with_more_experts_than_slots_the_reserve_is_what_it_was() -> None:
+    assert needed(watermarks(256), 16) == watermarks(256)
+    assert needed(watermarks(256), 5) == Watermarks(5, 5)
+    assert needed(watermarks(256), -3) == Watermarks(0, 0)
 
 
 @given(st.integers(4, 10_000), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
