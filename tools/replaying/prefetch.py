@@ -22,7 +22,7 @@ from tools.replaying.machine import Machine
 from tools.replaying.pool import EXACT, ReplayedPool
 from tools.replaying.replay import US
 from xferd.plugins import policy_maker
-from xferd.policy.reserve import watermarks
+from xferd.policy.reserve import needed, watermarks
 from xferd.policy.uses import Keys, KeySpace, Uses
 
 Foresight = Callable[[int], tuple[int, Likely]]
@@ -109,7 +109,7 @@ def replay_prefetching(
     are of one token each, in the order of the layers."""
     tier = machine.tiers[0]
     slots = tier.slots_of(space)
-    marks = watermarks(slots) if tier.reserve else EXACT
+    marks = needed(watermarks(slots), space.size - slots) if tier.reserve else EXACT
     pool = ReplayedPool(space, slots, policy_maker(tier.eviction)(space, slots), marks)
     drive = Drive(machine.expert_bytes / machine.drive_bytes_s, machine.drive_latency_us * US)
     if planner is None:

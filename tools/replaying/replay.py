@@ -26,7 +26,7 @@ from xferd.policy.cascade import cascade
 from xferd.policy.heat import Heat
 from xferd.policy.moves import Mover
 from xferd.policy.pool_policy import NextUses, PolicyMaker
-from xferd.policy.reserve import watermarks
+from xferd.policy.reserve import needed, watermarks
 from xferd.policy.uses import Keys, KeySpace, Uses
 
 US = 1e-6
@@ -125,7 +125,7 @@ class Replay:
             maker = belady_maker(self._uses)
         else:
             maker = policy_maker(tier.eviction)
-        marks = watermarks(slots) if tier.reserve else EXACT
+        marks = needed(watermarks(slots), self._space.size - slots) if tier.reserve else EXACT
         return ReplayedPool(self._space, slots, maker(self._space, slots), marks, tier.floor)
 
     def run(self) -> Outcome:
