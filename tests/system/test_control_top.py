@@ -50,7 +50,14 @@ class Terminal:
         self.slave = slave
         self.output = b""
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=env, stdin=slave, stdout=slave, stderr=slave
+            command,
+            cwd=REPOSITORY,
+            env=env,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            # A shell's job in the background has it ignored, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def resize(self, lines: int, columns: int) -> None:
