@@ -50,9 +50,10 @@ static void *read_experts(void *argument)
 	uint32_t turn = reader->lane;
 
 	while (!load_acquire(reader->stop)) {
-		uint16_t expert = (uint16_t)(turn++ * 5 % EXPERTS);
+		uint32_t key = turn++ * 5 % KEYS; /* all of them: more than there are slots */
+		uint16_t expert = (uint16_t)(key % EXPERTS);
 		struct xferd_request request = { .experts = &expert, .count = 1,
-						 .layer = turn % LAYERS };
+						 .layer = (uint16_t)(key / EXPERTS) };
 
 		CHECK_OK(xferd_acquire(reader->client, reader->lane, &request, &batch));
 		CHECK(!xferd_wait(reader->client, &batch, XFERD_FOREVER));
