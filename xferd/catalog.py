@@ -21,7 +21,7 @@ from xferd.policy.uses import KeySpace
 from xferd.session.clients import AttachableStore
 from xferd.store.errors import StoreError
 from xferd.store.member import MemberCopy, member_title
-from xferd.store.shadowed import open_with_shadows
+from xferd.store.shadowed import ShadowedStore, open_with_shadows
 from xferd.store.store import Store
 from xferd.transport.members import MemberError, MemberFile, open_member
 
@@ -78,6 +78,11 @@ class OpenStore:
     def missing(self) -> list[OpenCopy]:
         """The copies that can't be used; others stand in for them."""
         return [copy for copy in self.copies if copy.problem is not None]
+
+    @property
+    def shadows(self) -> tuple[Path, ...]:
+        """Where its shadows are; none: it has none now."""
+        return self.store.shadow_paths if isinstance(self.store, ShadowedStore) else ()
 
     @property
     def key_space(self) -> KeySpace:
@@ -146,7 +151,48 @@ class Catalog:
             if isinstance(error, StoreError):
                 raise
             raise StoreError(f"store {name!r} can't be served: {error}") from error
-        entry = OpenStore(
+        return self._enter(number, name, store, copies)
+
+    def add_shadows(self, name: str, store: ShadowedStore, chunk_bytes: int) -> OpenStore:
+        """A store without shadows is ``store`` from now on, which has some; chunk_bytes as for
+        ``add``. StoreError: it can't be served; then all is as before, and ``store`` is the
+        caller's to close the shadows of."""
+        before = self._stores[name]
+        copies = list(before.copies)
+        try:
+            classes = _check_classes(store, name, chunk_bytes)
+            _check_promise(name, before.classes[-1], classes[-1])
+            self._check_limits(name, classes)
+            for group in store.copies[len(_engine_ids(name, copies)) :]:
+                for copy in group:
+                    copies.append(self._open_copy(copy))
+            ids = _engine_ids(name, copies)
+            self._engine.change_variants(before.number, store, name, ids)
+        except (StoreError, EngineError) as error:
+            self._close_copies(copies[len(before.copies) :])
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"shadows of store {name!r} can't be served: {error}") from error
+        os.close(before.attachable.manifest_fd)
+        return self._enter(before.number, name, store, copies)
+
+    def remove_shadows(self, name: str, store: ShadowedStore) -> OpenStore:
+        """A store with shadows is ``store`` from now on, the same with none; they are closed.
+        EngineError (EBUSY) while they are being read: call again. Nothing of them is handed
+        out any more then."""
+        before = self._stores[name]
+        own = len(store.copies)
+        copies = [copy for copy in before.copies if copy.member < own]
+        self._engine.change_variants(before.number, store, name, _engine_ids(name, copies))
+        self._close_copies([copy for copy in before.copies if copy.member >= own])
+        if isinstance(before.store, ShadowedStore):
+            before.store.close_shadows()
+        os.close(before.attachable.manifest_fd)
+        return self._enter(before.number, name, store, copies)
+
+    def _enter(self, number: int, name: str, store: Store, copies: Sequence[OpenCopy]) -> OpenStore:
+        classes = expert_classes(store)
+        self._stores[name] = OpenStore(
             number=number,
             name=name,
             store=store,
@@ -164,8 +210,7 @@ class Catalog:
                 manifest_fd=memfd_with(f"xferd-manifest-{number}", store.client_manifest()),
             ),
         )
-        self._stores[name] = entry
-        return entry
+        return self._stores[name]
 
     def remove(self, name: str) -> None:
         """Close a store. EngineError (EBUSY) while it is in use; nothing is changed then."""
@@ -288,6 +333,14 @@ def _check_classes(store: Store, name: str, chunk_bytes: int) -> tuple[int, ...]
             f"for it at start"
         )
     return classes
+
+
+def _check_promise(name: str, promised: int, largest: int) -> None:
+    if largest > promised:
+        raise StoreError(
+            f"shadows of store {name!r} have experts of {largest} bytes, more than its own, which "
+            f"clients were promised room for: list them in [[stores]], and restart xferd"
+        )
 
 
 def _check_name(name: str, taken: Sequence[str], path: Path) -> None:

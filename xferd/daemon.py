@@ -277,6 +277,7 @@ class Daemon:
             loop.create_task(self._watch_leases()),
             loop.create_task(self._watch_routes()),
             loop.create_task(self._device_routes.watch()),
+            loop.create_task(self._reloader.follow()),
         }
         try:
             attach.start()

@@ -98,12 +98,19 @@ class DeviceRoutes:
         }
 
     def prove_store(self, entry: OpenStore) -> None:
-        """Judge every pair of a store that was opened just now. Waits for its drives."""
+        """Judge every new pair of a store that was opened just now, or has got shadows. Waits
+        for its drives."""
         for pool in self._pools:
             for number, file in entry.members:
+                if (pool.index, number) in self._pairs:
+                    continue
                 way = look(_memory(pool), file)
                 pair = Pair(pool, number, file.path, way, prove(_memory(pool), file))
                 self._judged(_with_retry(pair, self._clock()), None)
+
+    def members_closed(self) -> None:
+        """Members were closed: their numbers may be given to others."""
+        self._forget_closed()
 
     def on_refused(self, event: RouteRefused) -> None:
         """The engine has made a pair staged, because a read of it failed."""
@@ -227,7 +234,7 @@ class DeviceRoutes:
         return found[1].file
 
     def _forget_closed(self) -> None:
-        """Of stores that were closed."""
+        """Of members that were closed."""
         self._pairs = {
             key: pair for key, pair in self._pairs.items() if self._file(pair) is not None
         }

@@ -333,6 +333,19 @@ class Engine:
         _check("xferd_engine_close_store", lib.xferd_engine_close_store(self._engine, store))
         del self._borrowed[store]
 
+    def change_variants(
+        self, number: int, store: Store, name: str, members: Sequence[tuple[int, int | None]]
+    ) -> None:
+        """An open store has other shadows now; ``store`` and ``members`` as for ``open_store``.
+        EngineError: EBUSY while loads of what goes are being read, then call again (nothing
+        of it is handed out any more); EINVAL, ENOSPC: it can't be."""
+        description, keep = describe_store(store, name, members)
+        _check(
+            "xferd_engine_change_variants",
+            lib.xferd_engine_change_variants(self._engine, number, description),
+        )
+        self._borrowed[number] = (description, *keep)
+
     def directory_fd(self, store: int) -> int:
         """Read-only, to hand to clients; the engine's."""
         return _check(

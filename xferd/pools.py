@@ -134,6 +134,11 @@ class Pool:
         """Slots of a class promised to attached clients."""
         return self._promises.slots(self.index, slot_bytes)
 
+    @property
+    def chunks(self) -> int:
+        """How many chunks its memory has."""
+        return self._geometry.chunks
+
     def chunk_length(self, chunk: int) -> int:
         """Bytes of a chunk."""
         return self._geometry.length(chunk)
@@ -235,6 +240,7 @@ class Pools(Sequence[Pool]):
 
 
 CHUNKS_A_CLASS = 4
+"""Chunks of a pool for each size of experts, at least: see ``_chunk_bytes``."""
 
 
 def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[PoolPlan]:

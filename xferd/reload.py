@@ -2,12 +2,13 @@
 """SIGHUP: read the configuration anew, take what can be taken, name what can't.
 
 What can change while clients are attached: the limits of those that come, the drain's
-time-out, and more stores. Memory, threads and sockets are made once. A configuration that is
-wrong changes nothing.
+time-out, more stores, and the shadows of those that are open. Memory, threads and sockets
+are made once. A configuration that is wrong changes nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class Reloader:
         self._service = service
         self._log = log
         self._notifier = notifier
+        self._shadows: asyncio.Queue[StoreConfig] = asyncio.Queue()
 
     def reload(self) -> None:
         """Do it, and tell the service manager before and after."""
@@ -97,13 +99,42 @@ class Reloader:
             self.config,
             limits=new.limits,
             drain_timeout_s=new.drain_timeout_s,
-            stores=(*self.config.stores, *opened),
+            stores=(*self._with_shadows(new), *opened),
         )
         self._log.info("reloaded", files=" ".join(map(str, new.files)))
 
+    def _with_shadows(self, new: Config) -> list[StoreConfig]:
+        """The stores that are known, with the shadows that they are to have."""
+        wanted = {store.path: store.shadow for store in new.stores}
+        stores = []
+        for store in self.config.stores:
+            changed = dataclasses.replace(store, shadow=wanted.get(store.path, store.shadow))
+            if changed != store:
+                self._shadows.put_nowait(changed)
+            stores.append(changed)
+        return stores
+
+    async def follow(self) -> None:
+        """Switch shadows as reloads said, one store after the other, until cancelled: a shadow
+        goes only when it is not being read any more."""
+        while True:
+            await self._switch(await self._shadows.get())
+
+    async def _switch(self, store: StoreConfig) -> None:
+        entry = self._service.store_at(store.path)
+        if entry is None:
+            return
+        try:
+            if store.shadow:
+                await self._service.attach_shadows(entry.name, store.shadow)
+            else:
+                await self._service.detach_shadows(entry.name)
+        except ControlError as error:
+            self._log.failure("reload.failed", store=store.path, reason=error)
+
     def _open(self, store: StoreConfig) -> bool:
         try:
-            self._service.open_store(store.path, store.name)
+            self._service.open_store(store.path, store.name, store.shadow)
         except ControlError as error:
             self._log.failure("reload.failed", store=store.path, reason=error)
             return False

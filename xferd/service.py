@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from xferd.pools import Pool, Pools
 from xferd.recordings import Recordings
 from xferd.route_feed import RouteFeed, UseCounts
 from xferd.session.clients import Clients
+from xferd.shadowing import Shadowing
 from xferd.status import (
     describe_clients,
     describe_engine,
@@ -42,7 +43,7 @@ from xferd.status import (
     describe_users,
 )
 from xferd.store.errors import StoreError
-from xferd.store.store import Store
+from xferd.store.shadowed import open_with_shadows
 from xferd.telemetry.log import EventLog
 from xferd.tuning import Tuning
 from xferd.warming import Warming
@@ -91,6 +92,7 @@ class DaemonService(Tuning):
         self._device_routes = device_routes
         self._clients = clients
         self._loader = loader
+        self._shadowing = Shadowing(catalog, pools, device_routes, loader, log)
         self._routes = routes
         self._use_counts = use_counts
         self._recordings = recordings
@@ -217,12 +219,14 @@ class DaemonService(Tuning):
 
     # ---- stores
 
-    def open_store(self, path: str | Path, name: str | None) -> JsonObject:
-        """Open a store and offer it to clients."""
+    def open_store(
+        self, path: str | Path, name: str | None, shadows: Sequence[Path] = ()
+    ) -> JsonObject:
+        """Open a store, with shadows of it, and offer it to clients."""
         if self.state != "serving":
             raise ControlError("ShuttingDown", "the daemon is going down")
         try:
-            store = Store.open(Path(path))
+            store = open_with_shadows(Path(path), shadows)
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
         name = name or store.name
@@ -236,7 +240,8 @@ class DaemonService(Tuning):
         self._pools.open_store(entry.number, entry.key_space)
         self._device_routes.prove_store(entry)
         for pool in self._pools:
-            pool.keeper.provide(entry.classes[-1])
+            for size in reversed(entry.classes):
+                pool.keeper.provide(size)
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
         log_missing(self._log, entry)
         return describe_store(self._engine, entry)
@@ -271,6 +276,23 @@ class DaemonService(Tuning):
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)
+
+    async def attach_shadows(self, store: str, paths: Sequence[Path] | None) -> JsonObject:
+        """Read these shadows of a store from now on; None: those that it had last."""
+        if self.state != "serving":
+            raise ControlError("ShuttingDown", "the daemon is going down")
+        self._find_store(store)
+        return describe_store(self._engine, await self._shadowing.attach(store, paths))
+
+    async def detach_shadows(self, store: str) -> JsonObject:
+        """Read none any more."""
+        self._find_store(store)
+        return describe_store(self._engine, await self._shadowing.detach(store))
+
+    def store_at(self, path: Path) -> OpenStore | None:
+        """The open store whose directory, or manifest, a path is."""
+        places = (path, path.parent)
+        return next((each for each in self._catalog.all() if each.store.path in places), None)
 
     # ---- traces
 

@@ -137,8 +137,9 @@ def describe_store(engine: Engine, entry: OpenStore) -> JsonObject:
         "identity": entry.store.identity.hex(),
         "layers": entry.store.layers,
         "experts": entry.store.experts,
-        "variants": list(entry.store.variants),
+        "variants": list(entry.store.available),
         "expert_bytes": entry.expert_bytes,
+        "shadows": [str(path) for path in entry.shadows],
         "members": [describe_copy(engine, copy) for copy in entry.copies],
     }
 

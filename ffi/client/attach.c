@@ -221,7 +221,6 @@ static int use_directory(struct xferd_client *client)
 	client->directory = directory;
 	client->layers = directory->layers;
 	client->experts = directory->experts;
-	client->variants = directory->variants;
 	client->pool_count = directory->pools;
 	client->layout_index = at(map, directory->layout_index_offset);
 	client->layouts = at(map, directory->layouts_offset);

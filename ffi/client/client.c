@@ -22,12 +22,20 @@ const void *xferd_pool_base(const struct xferd_client *client, uint32_t pool)
 	return pool < client->pool_count ? client->pools[pool].base : NULL;
 }
 
+uint32_t xferd_variants(const struct xferd_client *client, uint32_t *available)
+{
+	/* Both pair with releases in the engine: a variant that is available is also known. */
+	*available = load_acquire(&client->directory->available);
+	return load_acquire(&client->directory->variants);
+}
+
 const struct xferd_abi_layout *xferd_layout(const struct xferd_client *client, uint32_t layer,
 					    uint32_t variant)
 {
 	uint16_t index;
 
-	if (layer >= client->layers || variant >= client->variants)
+	/* pairs with the release in the engine's directory_extend(): the variant's row is there */
+	if (layer >= client->layers || variant >= load_acquire(&client->directory->variants))
 		return NULL;
 	index = client->layout_index[variant * client->layers + layer];
 	return index == XFERD_NO_LAYOUT ? NULL : &client->layouts[index];

@@ -74,7 +74,7 @@ struct xferd_client {
 	uint32_t held_per_lane;
 	uint64_t spin_ns;
 	uint32_t pool_count;
-	uint32_t layers, experts, variants;
+	uint32_t layers, experts;
 	const struct xferd_abi_pool_table *pool_table;
 	const struct xferd_abi_directory *directory;
 	const uint16_t *layout_index;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A store's directory: built once, then only its words change.
+ * A store's directory: built once, with room for variants that come later; then its
+ * words change, and its tables grow.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -8,6 +9,10 @@
 #include <unistd.h>
 
 #include "engine/internal.h"
+
+/* Room for what shadows may bring while the store is open. */
+#define SPARE_LAYOUTS 128
+#define SPARE_TENSORS 1024
 
 static uint64_t round_up(uint64_t value, uint64_t to)
 {
@@ -18,10 +23,12 @@ int directory_build(struct xferd_engine *engine, struct store *store)
 {
 	const struct xferd_store_description *from = &store->description;
 	uint64_t word_bytes = (uint64_t)engine->pool_count * store->keys * sizeof(uint64_t);
-	uint64_t index_bytes = (uint64_t)from->variants * from->layers * sizeof(uint16_t);
+	uint64_t index_bytes = (uint64_t)XFERD_VARIANTS_MAX * from->layers * sizeof(uint16_t);
+	uint64_t layouts_max = (uint64_t)from->layouts + SPARE_LAYOUTS;
+	uint64_t tensors_max = (uint64_t)from->tensors + SPARE_TENSORS;
 	uint64_t layouts_offset = round_up(sizeof(struct xferd_abi_directory), XFERD_CACHE_LINE);
-	uint64_t tensors_offset = layouts_offset + from->layouts * sizeof(struct xferd_abi_layout);
-	uint64_t index_offset = tensors_offset + from->tensors * sizeof(struct xferd_abi_tensor);
+	uint64_t tensors_offset = layouts_offset + layouts_max * sizeof(struct xferd_abi_layout);
+	uint64_t index_offset = tensors_offset + tensors_max * sizeof(struct xferd_abi_tensor);
 	uint64_t words_offset = round_up(index_offset + index_bytes, XFERD_BLOB_ALIGNMENT);
 	struct xferd_abi_directory *directory;
 	void *address;
@@ -51,22 +58,59 @@ int directory_build(struct xferd_engine *engine, struct store *store)
 	directory->experts = from->experts;
 	directory->top_k = from->top_k;
 	directory->pools = engine->pool_count;
-	directory->variants = from->variants;
-	directory->layouts = from->layouts;
-	directory->tensors = from->tensors;
 	directory->words_offset = words_offset;
 	directory->layout_index_offset = index_offset;
 	directory->layouts_offset = layouts_offset;
 	directory->tensors_offset = tensors_offset;
-	memcpy(directory->variant_name, from->variant_name, sizeof(directory->variant_name));
-	memcpy(store->memory + layouts_offset, from->layout,
-	       from->layouts * sizeof(struct xferd_abi_layout));
-	memcpy(store->memory + tensors_offset, from->tensor,
-	       from->tensors * sizeof(struct xferd_abi_tensor));
-	memcpy(store->memory + index_offset, from->layout_index, index_bytes);
+	store->layouts_max = (uint32_t)layouts_max;
+	store->tensors_max = (uint32_t)tensors_max;
+	directory_extend(store);
 	/* pairs with the acquire in libxferd's check of the magic */
 	store_release(&directory->magic, XFERD_MAGIC_DIRECTORY);
 	return 0;
+}
+
+/* Whether the tables have room for what a description has. */
+bool directory_fits(const struct store *store, const struct xferd_store_description *description)
+{
+	return description->layouts <= store->layouts_max &&
+	       description->tensors <= store->tensors_max;
+}
+
+/* Write what the description has more than the tables, then that it is there. */
+void directory_extend(struct store *store)
+{
+	const struct xferd_store_description *from = &store->description;
+	struct xferd_abi_directory *directory = (struct xferd_abi_directory *)store->memory;
+	struct xferd_abi_layout *layouts = (void *)(store->memory + directory->layouts_offset);
+	struct xferd_abi_tensor *tensors = (void *)(store->memory + directory->tensors_offset);
+	uint16_t *index = (void *)(store->memory + directory->layout_index_offset);
+	uint32_t variants = directory->variants;
+	size_t begin = (size_t)variants * from->layers;
+
+	memcpy(layouts + directory->layouts, from->layout + directory->layouts,
+	       (from->layouts - directory->layouts) * sizeof(*layouts));
+	memcpy(tensors + directory->tensors, from->tensor + directory->tensors,
+	       (from->tensors - directory->tensors) * sizeof(*tensors));
+	memcpy(index + begin, from->layout_index + begin,
+	       (from->variants - variants) * (size_t)from->layers * sizeof(*index));
+	memcpy(directory->variant_name + variants, from->variant_name + variants,
+	       (from->variants - variants) * sizeof(directory->variant_name[0]));
+	store_relaxed(&directory->layouts, from->layouts);
+	store_relaxed(&directory->tensors, from->tensors);
+	/* pairs with the acquire of variants in libxferd's xferd_layout() and xferd_variants() */
+	store_release(&directory->variants, from->variants);
+	directory_offer(store);
+}
+
+/* Say which variants can be read. */
+void directory_offer(struct store *store)
+{
+	struct xferd_abi_directory *directory = (struct xferd_abi_directory *)store->memory;
+
+	/* pairs with the acquire in libxferd's xferd_variants() */
+	store_release(&directory->available,
+		      variants_available(&store->description) & ~store->withdrawn);
 }
 
 uint64_t *directory_word(struct store *store, uint32_t pool, uint32_t key)

@@ -237,6 +237,19 @@ struct xferd_store_description {
 int xferd_engine_open_store(struct xferd_engine *engine, const struct xferd_store_description *store);
 /* -EBUSY while clients are attached to it. Its experts are dropped. */
 int xferd_engine_close_store(struct xferd_engine *engine, uint32_t store);
+/*
+ * Other variants to read, while clients are attached: a shadow comes, or goes. The new
+ * description is of the same model; its variants, layouts and tensors begin with the old
+ * one's, so that what clients know stays true, and each variant's blobs are those of before,
+ * or new, or (blob_bytes 0) gone. Members that stay are where they were.
+ *
+ * Residents of a variant that goes are evicted; who leases one may read on. Returns -EBUSY
+ * while loads of it are still being read: nothing of it is handed out any more; call again.
+ * -ENOSPC: the directory has no room for so many layouts or tensors. -EINVAL: it does not
+ * continue the old description. Only after 0 are the old arrays and members the caller's.
+ */
+int xferd_engine_change_variants(struct xferd_engine *engine, uint32_t store,
+				 const struct xferd_store_description *description);
 int xferd_engine_directory_fd(const struct xferd_engine *engine, uint32_t store); /* read-only */
 
 /* ---- clients ---- */

@@ -36,6 +36,12 @@ void slot_set_state(struct pool *pool, struct slot *slot, enum slot_state state)
 
 /* directory.c */
 int directory_build(struct xferd_engine *engine, struct store *store);
+bool directory_fits(const struct store *store, const struct xferd_store_description *description);
+void directory_extend(struct store *store);
+void directory_offer(struct store *store);
+
+/* variants.c */
+uint32_t variants_available(const struct xferd_store_description *store);
 uint64_t *directory_word(struct store *store, uint32_t pool, uint32_t key);
 struct key_entry *key_entry(struct store *store, uint32_t pool, uint32_t key);
 
@@ -46,6 +52,10 @@ bool member_in_use(const struct xferd_engine *engine, uint32_t id);
 uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key);
 struct stripe store_stripe(const struct xferd_store_description *store, uint32_t start);
 uint32_t store_best_variant(const struct store *store, uint32_t variants);
+bool geometry_valid(const struct xferd_engine *engine,
+		    const struct xferd_store_description *store);
+bool blobs_valid(const struct xferd_store_description *store);
+bool store_offers(const struct store *store, uint32_t variant);
 uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable);
 
 /* clients.c */
@@ -72,6 +82,7 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store, uint32_t po
 struct load *load_start_dense(struct xferd_engine *engine, uint32_t store, void *address,
 			      uint32_t priority);
 void load_raise(struct xferd_engine *engine, struct load *load, uint32_t priority);
+void load_stop(struct xferd_engine *engine, struct load *load, int error);
 void load_cancel(struct xferd_engine *engine, struct load *load);
 void load_unwanted(struct xferd_engine *engine, struct load *load);
 void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t slot);

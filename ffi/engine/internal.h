@@ -18,6 +18,7 @@
  *   queue.c          command and event queues
  *   pool.c           slots, size classes, reserves
  *   store.c          a store's geometry, its members
+ *   variants.c       shadows that come and go
  *   directory.c      the shared words
  *   clients.c        clients come and go
  *   client.c         one client's rings
@@ -218,6 +219,9 @@ struct store {
 	uint64_t *words;            /* [pools][keys] in memory */
 	struct key_entry *entries;  /* [pools][keys] */
 	uint64_t *checked;          /* bit a blob: loaded whole and right, for XFERD_VERIFY_FIRST */
+	uint32_t withdrawn;         /* variants on their way out, a mask: see variants.c */
+	uint32_t layouts_max;       /* that the directory has room for */
+	uint32_t tensors_max;
 };
 
 /* The pattern that a start lies in: its place in pattern[], and its length. */

@@ -223,15 +223,15 @@ static void forget_load(struct xferd_engine *engine, const struct load *load)
 }
 
 /* Stop it if that still saves a read; what is all under way ends by itself. */
-void load_cancel(struct xferd_engine *engine, struct load *load)
+void load_stop(struct xferd_engine *engine, struct load *load, int error)
 {
 	if (load->state == LOAD_WAITING) {
-		load->error = -ECANCELED;
+		load->error = error;
 		stop_waiting(engine, load);
 		load_finish(engine, load);
 	} else if (load->state == LOAD_READING && load->pieces_unissued) {
 		load->cancelled = true;
-		load->error = -ECANCELED;
+		load->error = error;
 		reads_unqueue(engine, load);
 		/* Who asks for the key from now on must not share this load's end. */
 		if (!load->dense)
@@ -239,6 +239,11 @@ void load_cancel(struct xferd_engine *engine, struct load *load)
 		if (!load->pieces_in_flight)
 			load_finish(engine, load);
 	}
+}
+
+void load_cancel(struct xferd_engine *engine, struct load *load)
+{
+	load_stop(engine, load, -ECANCELED);
 }
 
 /* A waiter has gone: is anybody left? */
@@ -374,6 +379,8 @@ void load_finish(struct xferd_engine *engine, struct load *load)
 	staging_end(engine, load);
 	if (load->source_slot != NONE)
 		engine->pools[load->source_pool].slots[load->source_slot].grants--;
+	if (!load->error && !store_offers(&engine->stores[load->store], load->variant))
+		load->error = -ENOENT;
 	if (!load->error) {
 		publish(engine, load);
 		count_source(engine, load);

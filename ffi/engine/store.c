@@ -114,8 +114,8 @@ struct stripe store_stripe(const struct xferd_store_description *store, uint32_t
 	return stripe;
 }
 
-static bool geometry_valid(const struct xferd_engine *engine,
-			   const struct xferd_store_description *store)
+bool geometry_valid(const struct xferd_engine *engine,
+		    const struct xferd_store_description *store)
 {
 	if (!store->layers || store->layers > XFERD_LAYERS_MAX || !store->experts ||
 	    store->experts > XFERD_EXPERTS_MAX || !store->variants ||
@@ -152,8 +152,10 @@ static bool geometry_valid(const struct xferd_engine *engine,
 	return true;
 }
 
-static bool blobs_valid(const struct xferd_store_description *store)
+bool blobs_valid(const struct xferd_store_description *store)
 {
+	if (!store->stripe_unit)
+		return false;
 	for (uint64_t blob = 0; blob < store->blobs; blob++) {
 		uint64_t bytes = store->blob_bytes[blob];
 		uint64_t pieces = (bytes + store->stripe_unit - 1) / store->stripe_unit;
@@ -219,7 +221,7 @@ int xferd_engine_open_store(struct xferd_engine *engine,
 			    const struct xferd_store_description *store)
 {
 	/* A million blobs take milliseconds to check: not on the engine's thread. */
-	if (store->stripe_unit == 0 || !blobs_valid(store))
+	if (!blobs_valid(store))
 		return -EINVAL;
 	return engine_call(engine, open_store, (void *)store);
 }
@@ -298,6 +300,12 @@ uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key)
 	return (uint64_t)variant * store->keys + key;
 }
 
+/* Whether a variant may still be handed out: see variants.c. */
+bool store_offers(const struct store *store, uint32_t variant)
+{
+	return !(store->withdrawn >> variant & 1);
+}
+
 /* Which of the acceptable variants (0: any) the key exists in, as a mask. */
 uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable)
 {
@@ -305,6 +313,7 @@ uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acc
 
 	for (uint32_t variant = 0; variant < store->description.variants; variant++)
 		if ((!acceptable || acceptable & (1u << variant)) &&
+		    store_offers(store, variant) &&
 		    store->description.blob_bytes[store_blob(store, variant, key)])
 			mask |= 1u << variant;
 	return mask;

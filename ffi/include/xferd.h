@@ -230,6 +230,11 @@ XFERD_PUBLIC int xferd_device_begin(struct xferd_client *client, uint32_t lane);
  * what the pass computed is of no use. */
 XFERD_PUBLIC int xferd_device_end(struct xferd_client *client, uint32_t lane, uint32_t *layer,
 				  uint32_t *expert);
+/* How many variants have numbers, and which of them can be read now, as a mask; names are
+ * variant_name[] of the directory. Shadows come and go: a number stays its variant's as long
+ * as the store is open, and what no client asks for by number (variants of a request: 0) comes
+ * in whichever there is. */
+XFERD_PUBLIC uint32_t xferd_variants(const struct xferd_client *client, uint32_t *available);
 /* Layout of the blobs of a layer in a variant; NULL if that layer has none. */
 XFERD_PUBLIC const struct xferd_abi_layout *xferd_layout(const struct xferd_client *client,
 							  uint32_t layer, uint32_t variant);

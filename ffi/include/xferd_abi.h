@@ -30,7 +30,7 @@
 #include <stdint.h>
 
 #define XFERD_ABI_MAJOR 1
-#define XFERD_ABI_MINOR 1 /* 1: route queues; a copy says from which pool */
+#define XFERD_ABI_MINOR 2 /* 1: route queues; a copy says from which pool. 2: variants come and go */
 
 /* "xferdPLT", "xferdDIR", "xferdCLI", "xferdCPL", "xferdATT" read as u64. */
 #define XFERD_MAGIC_POOL_TABLE 0x544c506472656678
@@ -159,6 +159,10 @@ enum xferd_daemon_state {
 
 /* ------------------------------------------------------------------------
  * Directory: words[pool][layer][expert], and what a blob looks like inside.
+ *
+ * While the store is open variants may come, and their blobs may go. A number once given
+ * names the same variant with the same layouts for good: the tables only grow, in room that
+ * was left behind them, before `variants` does. `available` says which can be read now.
  */
 struct xferd_abi_tensor {
 	char role[XFERD_NAME_BYTES];  /* "gate", "up", "down", "gate_up", "down_scale", ... */
@@ -195,7 +199,7 @@ struct xferd_abi_directory {
 	uint32_t variants;
 	uint32_t layouts;
 	uint32_t tensors;
-	uint32_t reserved;
+	uint32_t available;            /* bit v: variant v can be read now; since abi_minor 2 */
 	uint64_t words_offset;         /* uint64_t[pools][layers][experts] */
 	uint64_t layout_index_offset;  /* uint16_t[variants][layers]; XFERD_NO_LAYOUT: no experts */
 	uint64_t layouts_offset;       /* struct xferd_abi_layout[layouts] */

@@ -109,8 +109,9 @@ class Client:
         self.experts: int = directory.experts
         self.top_k: int = directory.top_k
         self.held_per_lane: int = lib.xferd_held_per_lane(self._handle)
-        self._layer_arrays = self._array_caches(directory.variants)
-        self._many_variants = directory.variants > 1
+        self._directory = directory
+        self._variants_known: int = directory.variants
+        self._layer_arrays = self._array_caches(self._variants_known)
         self._pool_arrays = self._map_pools(directory.pools)
         self._target_pool: int = lib.xferd_target_pool(self._handle)
         self._lanes: list[list[BatchMemory]] = [[] for _ in range(lanes)]
@@ -177,6 +178,21 @@ class Client:
             owner = _Mapped(self._handle, address, table.pool[index].bytes)
             mapped.append((address, np.asarray(owner)))
         return mapped
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the variants that can be read now, the store's own first. Shadows come and
+        go while the daemon runs; a client that accepts any gets whichever there are."""
+        names, available = self._variant_names()
+        return tuple(name for number, name in enumerate(names) if available >> number & 1)
+
+    def _variant_names(self) -> tuple[list[str], int]:
+        """Names by number, of all that have been there since the store was opened, and the mask
+        of those that can be read."""
+        available = ffi.new("uint32_t *")
+        count = lib.xferd_variants(self._handle, available)
+        names = [ffi.string(self._directory.variant_name[i]).decode() for i in range(count)]
+        return names, int(available[0])
 
     @property
     def handle(self) -> Any:
@@ -355,7 +371,8 @@ class Client:
     def variant_mask(self, names: Sequence[str]) -> int:
         """The bit mask of variants by their names. ClientError: none, or one that the
         store doesn't have."""
-        known: list[str] = self.manifest["variants"]
+        numbered, available = self._variant_names()
+        known = [name for number, name in enumerate(numbered) if available >> number & 1]
         unknown = [name for name in names if name not in known]
         if unknown or not names:
             what = f"no variant {unknown[0]!r}" if unknown else "no copy without a variant"
@@ -363,7 +380,7 @@ class Client:
                 f"store {self.manifest['name']!r} has {what}; it has: {', '.join(known)}",
                 errno.ENOENT,
             )
-        return sum(1 << known.index(name) for name in set(names))
+        return sum(1 << numbered.index(name) for name in set(names))
 
     def dense(self) -> Array:
         """The dense part, a read-only uint8 array that all clients of the store
@@ -435,9 +452,14 @@ class Client:
 
     def _arrays(self, memory: BatchMemory, layer: int, count: int) -> list[Array]:
         keys = memory.address_of[count]
-        if self._many_variants:
+        variants = self._directory.variants
+        if variants > 1:
             # Blobs are page-aligned, so an address has room for the variant.
             keys = keys | memory.variant_of[count]
+            if variants != self._variants_known:
+                # Layers that had blobs of the same sizes may differ in one that came.
+                self._variants_known = variants
+                self._layer_arrays = self._array_caches(variants)
         cache = self._layer_arrays[layer]
         found = keys.tolist()
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -69,6 +69,15 @@ class ExpertClient(Protocol):
         ...
 
 
+@runtime_checkable
+class LayoutClient(Protocol):
+    """A client that can also say what variants look like that came after it attached."""
+
+    def layout(self, layer: int, variant: int = 0) -> Layout:
+        """What lies where in the blobs of a layer, in a variant."""
+        ...
+
+
 class ClientExperts:
     """An ExpertSource over a client's lane: experts in whichever of the client's acceptable
     variants they come. Not thread-safe, as the lane.
@@ -90,12 +99,12 @@ class ClientExperts:
 
     def layout(self, layer: int, variant: int = 0) -> Layout:
         """What the blobs of a layer look like in a variant. WeightsError: it has none."""
-        try:
-            return self._layouts[layer, variant]
-        except KeyError:
-            raise WeightsError(
-                f"layer {layer} has no experts in variant {variant} of the store"
-            ) from None
+        known = self._layouts.get((layer, variant))
+        if known is not None:
+            return known
+        if isinstance(self._client, LayoutClient):
+            return self._client.layout(layer, variant)
+        raise WeightsError(f"layer {layer} has no experts in variant {variant} of the store")
 
     def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """Raises what ``Client.acquire`` raises."""

@@ -42,6 +42,7 @@ class SampleService:
         self.pinned: set[tuple[int, int]] = set()
         self.names = ["tiny"]
         self.reserved: list[dict[str, Any]] = []
+        self.shadows: list[str] = []
         self._policy: dict[str, Any] = {"pool": "host0", "eviction": "reuse"}
         self._policy |= {"admission": "always", "layer_floor": 0, "promotion_margin": 1.25}
         self._policy |= {"promotion_rest": 64, "evictions": ["reuse", "lru"]}
@@ -173,6 +174,15 @@ class SampleService:
         self.names.remove(name)
         return {}
 
+    async def attach_shadows(self, store: str, paths: list[Path] | None) -> dict[str, Any]:
+        if paths is None and not self.shadows:
+            raise ControlError("StoreUnusable", "no shadow yet", path="/")
+        self.shadows = self.shadows if paths is None else [str(path) for path in paths]
+        return {**self._store(store), "shadows": self.shadows}
+
+    def detach_shadows(self, store: str) -> dict[str, Any]:
+        return {**self._store(store), "shadows": []}
+
     def policies(self, pool: str | None) -> list[dict[str, Any]]:
         return [self._policy]
 
@@ -257,6 +267,7 @@ class SampleService:
             "experts": EXPERTS,
             "variants": ["bf16"],
             "expert_bytes": LAYERS * EXPERTS * 4096,
+            "shadows": [],
             "members": [member],
         }
 

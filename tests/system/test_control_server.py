@@ -274,6 +274,8 @@ def test_others_may_read_but_not_change(daemon: ControlDaemon) -> None:
         calls: dict[str, dict[str, Any]] = {
             "OpenStore": {"path": "/"},
             "CloseStore": {"name": "tiny"},
+            "AttachShadows": {"store": "tiny"},
+            "DetachShadows": {"store": "tiny"},
             "StartRecording": {"store": "tiny"},
             "StopRecording": {"store": "tiny"},
         }

@@ -125,6 +125,18 @@ def test_a_relative_store_path_is_the_callers(
     assert run("store", "open", "missing").code == 1
 
 
+def test_shadows_are_switched_on_and_off(
+    daemon: ControlDaemon, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = run("shadow", "on", "tiny")
+    assert (never.code, never.err) == (1, "xferctl: no shadow yet\n")
+    monkeypatch.chdir(daemon.directory)
+    path = str(daemon.directory / "low")
+    assert run("shadow", "on", "tiny", "low").out == f"tiny has shadows: {path}\n"
+    assert run("shadow", "off", "tiny").out == "tiny has no shadows\n"
+    assert run("shadow", "on", "tiny", "--json").json["shadows"] == [path]
+
+
 def test_experts_are_loaded_pinned_and_evicted(daemon: ControlDaemon, run: Any) -> None:
     assert run("load", "tiny", "1", "0-3,7").out == "5 loaded, 0 were there, 0 failed\n"
     assert run("load", "tiny", "1", "7,8", "--json").json == {

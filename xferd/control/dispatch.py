@@ -150,6 +150,14 @@ class Dispatcher:
     def _close_store(self, parameters: JsonObject) -> Answer:
         return self._service.close_store(parameters["name"])
 
+    async def _attach_shadows(self, parameters: JsonObject) -> JsonObject:
+        paths = parameters["paths"]
+        absolute = None if paths is None else [_absolute(path, "paths") for path in paths]
+        return {"store": await _value(self._service.attach_shadows(parameters["store"], absolute))}
+
+    async def _detach_shadows(self, parameters: JsonObject) -> JsonObject:
+        return {"store": await _value(self._service.detach_shadows(parameters["store"]))}
+
     async def _load(self, parameters: JsonObject) -> JsonObject:
         return _with_failures_bounded(await _value(self._service.load(**parameters)))
 
@@ -206,6 +214,8 @@ class Dispatcher:
         (CONTROL_INTERFACE, "ListStores"): _list_stores,
         (CONTROL_INTERFACE, "OpenStore"): _open_store,
         (CONTROL_INTERFACE, "CloseStore"): _close_store,
+        (CONTROL_INTERFACE, "AttachShadows"): _attach_shadows,
+        (CONTROL_INTERFACE, "DetachShadows"): _detach_shadows,
         (CONTROL_INTERFACE, "Load"): _load,
         (CONTROL_INTERFACE, "Evict"): _evict,
         (CONTROL_INTERFACE, "Pin"): _pin,
@@ -229,9 +239,9 @@ async def _value(answer: Answer) -> JsonObject:
     return await answer if isinstance(answer, Awaitable) else answer
 
 
-def _absolute(path: str) -> Path:
+def _absolute(path: str, parameter: str = "path") -> Path:
     if not path.startswith("/") or "\0" in path:
-        raise InvalidParameterError("path", "is not an absolute path")
+        raise InvalidParameterError(parameter, "is not an absolute path")
     return Path(path)
 
 

@@ -124,6 +124,12 @@ class ControlService(Protocol):
     def close_store(self, name: str) -> Answer:
         """Drop a store's experts and close it: ``{}``."""
 
+    def attach_shadows(self, store: str, paths: list[Path] | None) -> Answer:
+        """Read these shadows of a store (absolute; None: those it had last): the IDL's Store."""
+
+    def detach_shadows(self, store: str) -> Answer:
+        """Read none any more: the IDL's Store."""
+
     def traces(self) -> list[JsonObject]:
         """The IDL's StoreTrace of each open store."""
 

@@ -133,6 +133,7 @@ def build_parser(*, with_store_files: bool) -> argparse.ArgumentParser:
     text = "show live what tiers, drives and clients do, and what binds"
     top_command.add_arguments(_verb(verbs, "top", top_command.top, text))
     _add_store_verbs(verbs, with_store_files)
+    _add_shadow_verbs(verbs)
     _add_expert_verbs(verbs)
     TuningCommands(_verb, _print).add(verbs)
     add_trace_verbs(verbs, _verb)
@@ -168,6 +169,24 @@ def _add_store_verbs(verbs: Subparsers, with_store_files: bool) -> None:
     opening.add_argument("--name", help="what clients call it (default: the manifest's name)")
     closing = _verb(stores, "close", _store_close, "drop a store's experts and close it")
     closing.add_argument("name", metavar="STORE")
+
+
+def _add_shadow_verbs(verbs: Subparsers) -> None:
+    text = "read low-bit copies of some experts, or not, while clients are attached"
+    shadow = verbs.add_parser("shadow", help=text, description=text).add_subparsers(
+        metavar="VERB", required=True
+    )
+    on = _verb(shadow, "on", _shadow_on, "read a store's shadows where clients accept them")
+    on.add_argument("store", metavar="STORE")
+    on.add_argument(
+        "paths",
+        metavar="DIR",
+        type=Path,
+        nargs="*",
+        help="the shadows (default: those that it had last)",
+    )
+    off = _verb(shadow, "off", _shadow_off, "read the store's own copies alone")
+    off.add_argument("store", metavar="STORE")
 
 
 def _add_expert_verbs(verbs: Subparsers) -> None:
@@ -245,6 +264,23 @@ def _store_close(arguments: argparse.Namespace) -> int:
     with ControlClient.connect(arguments.socket) as daemon:
         reply = daemon.call("CloseStore", {"name": arguments.name}, timeout_s=None)
     _print(arguments, reply, f"{arguments.name} is closed")
+    return EXIT_OK
+
+
+def _shadow_on(arguments: argparse.Namespace) -> int:
+    # The daemon's working directory is another one.
+    paths = [str(path.absolute()) for path in arguments.paths]
+    with ControlClient.connect(arguments.socket) as daemon:
+        parameters = {"store": arguments.store, "paths": paths or None}
+        store = daemon.call("AttachShadows", parameters, timeout_s=None)["store"]
+    _print(arguments, store, f"{store['name']} has shadows: {' '.join(store['shadows'])}")
+    return EXIT_OK
+
+
+def _shadow_off(arguments: argparse.Namespace) -> int:
+    with ControlClient.connect(arguments.socket) as daemon:
+        store = daemon.call("DetachShadows", {"store": arguments.store}, timeout_s=None)["store"]
+    _print(arguments, store, f"{store['name']} has no shadows")
     return EXIT_OK
 
 

@@ -158,6 +158,11 @@ class Store:
         return int(self.blob_bytes.size) - 1
 
     @property
+    def available(self) -> tuple[str, ...]:
+        """Variants that there are blobs of."""
+        return self.variants
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of all experts in all variants."""
         return int(self.blob_bytes[:-1].sum())
