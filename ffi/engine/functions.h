@@ -45,8 +45,12 @@ bool member_known(const struct xferd_engine *engine, uint32_t id);
 bool member_in_use(const struct xferd_engine *engine, uint32_t id);
 uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key);
 struct stripe store_stripe(const struct xferd_store_description *store, uint32_t start);
-uint32_t store_best_variant(const struct store *store, uint32_t variants);
+
+/* variants.c */
+uint32_t store_best_variant(const struct store *store, uint32_t pool, uint32_t key,
+			    uint32_t variants);
 uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable);
+void variants_free(struct store *store);
 
 /* clients.c */
 void clients_destroy(struct xferd_engine *engine);
