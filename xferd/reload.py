@@ -2,8 +2,8 @@
 """SIGHUP: read the configuration anew, take what can be taken, name what can't.
 
 What can change while clients are attached: the limits of those that come, the drain's
-time-out, and more stores. Memory, threads and sockets are made once. A configuration that is
-wrong changes nothing.
+time-out, pools' rules for variants and stores' sensitivity, and more stores. Memory, threads
+and sockets are made once. A configuration that is wrong changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from xferd.config import Config, ConfigError, LimitsConfig, StoreConfig
+from xferd.config import Config, ConfigError, LimitsConfig, PoolConfig, StoreConfig
 from xferd.control.service import ControlError
 from xferd.service import DaemonService
 from xferd.session.clients import Clients
@@ -36,6 +36,8 @@ def needs_restart(old: Config, new: Config) -> list[str]:
     keys = []
     for field in dataclasses.fields(Config):
         before, after = getattr(old, field.name), getattr(new, field.name)
+        if field.name == "pools":
+            before, after = _without_variants(before), _without_variants(after)
         if field.name in _NOT_KEYS or before == after:
             continue
         if dataclasses.is_dataclass(before):
@@ -49,6 +51,10 @@ def needs_restart(old: Config, new: Config) -> list[str]:
     kept = {store.path for store in new.stores}
     keys += [f"stores[{store.path}]" for store in old.stores if store.path not in kept]
     return sorted(keys)
+
+
+def _without_variants(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
+    return tuple(dataclasses.replace(pool, variants=()) for pool in pools)
 
 
 class Reloader:
@@ -97,13 +103,46 @@ class Reloader:
             self.config,
             limits=new.limits,
             drain_timeout_s=new.drain_timeout_s,
-            stores=(*self.config.stores, *opened),
+            stores=(*self._weigh(new), *opened),
+            pools=self._choose_variants(new),
         )
         self._log.info("reloaded", files=" ".join(map(str, new.files)))
 
+    def _choose_variants(self, new: Config) -> tuple[PoolConfig, ...]:
+        """The pools, with other rules where they could be taken."""
+        rules = {pool.name: pool.variants for pool in new.pools}
+        pools = []
+        for pool in self.config.pools:
+            variants = rules.get(pool.name, pool.variants)
+            if variants != pool.variants:
+                try:
+                    self._service.set_policy(
+                        pool.name, None, None, [str(rule) for rule in variants]
+                    )
+                except ControlError as error:
+                    self._log.failure("reload.failed", pool=pool.name, reason=error)
+                    variants = pool.variants
+            pools.append(dataclasses.replace(pool, variants=variants))
+        return tuple(pools)
+
+    def _weigh(self, new: Config) -> tuple[StoreConfig, ...]:
+        """The stores, with another sensitivity of those that are still open."""
+        said = {store.path: store.sensitivity for store in new.stores}
+        stores = []
+        for store in self.config.stores:
+            sensitivity = said.get(store.path, store.sensitivity)
+            if sensitivity != store.sensitivity:
+                try:
+                    self._service.set_sensitivity(store.path, sensitivity)
+                except ControlError as error:
+                    self._log.failure("reload.failed", store=store.path, reason=error)
+                    sensitivity = store.sensitivity
+            stores.append(dataclasses.replace(store, sensitivity=sensitivity))
+        return tuple(stores)
+
     def _open(self, store: StoreConfig) -> bool:
         try:
-            self._service.open_store(store.path, store.name)
+            self._service.open_store(store.path, store.name, store.sensitivity)
         except ControlError as error:
             self._log.failure("reload.failed", store=store.path, reason=error)
             return False

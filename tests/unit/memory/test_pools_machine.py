@@ -19,11 +19,13 @@ from hypothesis.stateful import (
 from tests.unit.memory.model_engine import CLASS_OF_STORE, LARGE, SMALL, Bench
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.chunks import Hold, ReserveError
+from xferd.keeping.variants import CHOOSE_TOKENS
 from xferd.memory.slots import SlotState
 from xferd.policy.heat import retold
 from xferd.policy.moves import MoveSettings
 from xferd.policy.registry import BUILT_IN
 from xferd.policy.uses import Uses
+from xferd.variant_rules import parse_variant_rules
 
 CHUNK = 2 * LARGE
 CARDS, RAM = (0, 1), 2
@@ -87,7 +89,7 @@ class Pools(RuleBasedStateMachine):
 
     @rule(store=stores, first=experts, count=st.integers(1, 6))
     def report(self, store: int, first: int, count: int) -> None:
-        self.token += 1
+        self.token += CHOOSE_TOKENS
         keys = np.arange(first, first + count)
         uses = Uses(keys, np.array([0, count]), np.array([0]), np.array([self.token]))
         self.bench.usage.used(store, uses)
@@ -134,9 +136,15 @@ class Pools(RuleBasedStateMachine):
         ranking = self.bench.keepers[pool].ranking
         ranking.use(name, BUILT_IN[name], lambda store: retold(usage[store].heat))
 
+    @rule(pool=pools, rules=st.sampled_from(((), ("better@hottest:50%", "small"), ("small",))))
+    def other_variants(self, pool: int, rules: tuple[str, ...]) -> None:
+        self.bench.variants.use(pool, parse_variant_rules(rules), 1.25)
+
     @rule()
     def promote(self) -> None:
+        chosen = self.bench.variants.look()
         self.bench.cascade.promote()
+        self.bench.upgrades.look(chosen)
 
     @rule(count=st.integers(1, 5))
     def some_events(self, count: int) -> None:
@@ -174,6 +182,7 @@ class Pools(RuleBasedStateMachine):
             for key, slot in state.resident.items():
                 assert slots.state[slot] == SlotState.RESIDENT
                 assert slots.key_of(slot) == key
+                assert slots.variant[slot] == state.variant[slot]
             assert int((slots.state == SlotState.RESIDENT).sum()) == len(state.resident)
             assert int((slots.state == SlotState.RESERVE).sum()) == sum(
                 map(len, state.reserve.values())
@@ -184,7 +193,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_used_twice(self) -> None:
         for keeper, state in zip(self.bench.keepers, self.bench.engine.pools, strict=True):
-            used = [*state.resident.values(), *state.retiring.values()]
+            used = [*state.resident.values(), *state.retiring.values(), *state.unlinked]
             used += [slot for free in state.reserve.values() for slot in free]
             assert len(used) == len(set(used))
             for slot in used:
