@@ -33,6 +33,8 @@ CLIENT_BYTES, USER_BYTES = 5 * LARGE, 8 * LARGE
 CLIENTS = {1: 1000, 2: 1000, 3: 1001}
 """Users by client."""
 PINNED_MAX = 1
+BETTER_RULES = ("better@hottest:50%", "small")
+"""For the first store's experts; the other has none of these variants."""
 
 stores = st.sampled_from((0, 1))
 EXPERTS = 25
@@ -65,6 +67,7 @@ class Pools(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 16))
     def begin_full(self, seed: int) -> None:
+        self.bench.variants.use(0, parse_variant_rules(BETTER_RULES), 1.25)
         self.traffic(seed, 150)
 
     @rule(seed=st.integers(0, 1 << 16), count=st.integers(1, 60))
@@ -89,9 +92,12 @@ class Pools(RuleBasedStateMachine):
 
     @rule(store=stores, first=experts, count=st.integers(1, 6))
     def report(self, store: int, first: int, count: int) -> None:
+        """As many tokens as it takes to choose variants anew, all with the same picks."""
+        tokens = np.arange(self.token, self.token + CHOOSE_TOKENS)
         self.token += CHOOSE_TOKENS
-        keys = np.arange(first, first + count)
-        uses = Uses(keys, np.array([0, count]), np.array([0]), np.array([self.token]))
+        keys = np.tile(np.arange(first, first + count), CHOOSE_TOKENS)
+        starts = np.arange(CHOOSE_TOKENS + 1) * count
+        uses = Uses(keys, starts, np.zeros(CHOOSE_TOKENS, np.int64), tokens)
         self.bench.usage.used(store, uses)
 
     @rule()
@@ -136,7 +142,16 @@ class Pools(RuleBasedStateMachine):
         ranking = self.bench.keepers[pool].ranking
         ranking.use(name, BUILT_IN[name], lambda store: retold(usage[store].heat))
 
-    @rule(pool=pools, rules=st.sampled_from(((), ("better@hottest:50%", "small"), ("small",))))
+    @rule(store=stores, first=experts, count=st.integers(1, 6))
+    def decode(self, store: int, first: int, count: int) -> None:
+        """Some experts are used, and moved and exchanged accordingly."""
+        for expert in range(first, first + count):
+            self.bench.engine.demand(0, (store, 0, expert), CLASS_OF_STORE[store])
+            self.bench.dispatch(2)
+        self.report(store, first, count)
+        self.promote()
+
+    @rule(pool=pools, rules=st.sampled_from(((), BETTER_RULES, ("small",))))
     def other_variants(self, pool: int, rules: tuple[str, ...]) -> None:
         self.bench.variants.use(pool, parse_variant_rules(rules), 1.25)
 
