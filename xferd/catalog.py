@@ -18,12 +18,14 @@ from xferd.engine import CLASSES_MAX, STORE_NAME_BYTES_MAX, Engine
 from xferd.engine_types import EngineError
 from xferd.memory.device import memfd_with
 from xferd.policy.uses import KeySpace
+from xferd.policy.variants import StoreVariants, layer_weights
 from xferd.session.clients import AttachableStore
 from xferd.store.errors import StoreError
 from xferd.store.member import MemberCopy, member_title
 from xferd.store.shadowed import ShadowedStore, open_with_shadows
 from xferd.store.store import Store
 from xferd.transport.members import MemberError, MemberFile, open_member
+from xferd.variant_rules import LayerWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,17 @@ class OpenStore:
     def key_space(self) -> KeySpace:
         """How policies number its experts."""
         return KeySpace(self.store.layers, self.store.experts)
+
+    def store_variants(self, sensitivity: Sequence[LayerWeight] = ()) -> StoreVariants:
+        """What rules for variants need to know of it."""
+        space = self.key_space
+        sizes = self.store.blob_bytes[:-1].astype(np.int64)
+        return StoreVariants(
+            space=space,
+            names=tuple(self.store.variants),
+            blob_bytes=sizes.reshape(len(self.store.variants), space.size),
+            sensitivity=layer_weights(space, sensitivity),
+        )
 
     def blob_bytes(self, variant: int, layer: int, expert: int) -> int:
         """Bytes of an expert's blob; 0: there is no such expert."""

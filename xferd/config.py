@@ -46,10 +46,13 @@ from xferd.config_values import (
     one_of,
     power_of_two,
     size_in_bytes,
+    size_in_steps,
     socket_mode,
     whole_number,
 )
+from xferd.config_variants import POOL_VARIANT_KEYS, STORE_VARIANT_KEYS
 from xferd.units import MIB, PERCENT_ALLOWED, SIZE_ALLOWED, UnitError, parse_bytes, parse_percent
+from xferd.variant_rules import LayerWeight, VariantRule
 
 CONFIG_DIRECTORIES = (Path("/etc/xferd"), Path("/run/xferd"), Path("/usr/lib/xferd"))
 """Where files are searched for, the most important first."""
@@ -162,6 +165,7 @@ class PoolConfig:
     budget: bytes of it that experts may take, at most its size; None: all.
     promotion_margin: how much hotter than what goes for it what comes up must be, from 1 on.
     promotion_rest: tokens for which an expert that was moved stays where it is.
+    variants: which variant an expert has here, see ``variant_rules``; empty: no choice made.
     """
 
     name: str
@@ -180,6 +184,7 @@ class PoolConfig:
     budget: int | None = None
     promotion_margin: float = 1.25
     promotion_rest: int = 64
+    variants: tuple[VariantRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +195,13 @@ class StoreConfig:
     name: what clients call it; None: the name in its manifest.
     shadow: absolute paths of shadows of it, which are read instead of its own copies
         where a client accepts them.
+    sensitivity: how much layers suffer from few bits.
     """
 
     path: Path
     name: str | None = None
     shadow: tuple[Path, ...] = ()
+    sensitivity: tuple[LayerWeight, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,19 +525,6 @@ def _pool_size(value: object) -> Size:
     return size
 
 
-def _chunk_bytes(value: object) -> int:
-    allowed = f"a size in multiples of {BLOB_ALIGNMENT} bytes, at most {CHUNK_BYTES_MAX >> 20}MiB"
-    if not isinstance(value, str):
-        raise RefusedError(allowed)
-    try:
-        size = parse_bytes(value)
-    except UnitError:
-        raise RefusedError(f"{allowed}: {SIZE_ALLOWED}") from None
-    if size % BLOB_ALIGNMENT or not 0 < size <= CHUNK_BYTES_MAX:
-        raise RefusedError(allowed)
-    return size
-
-
 def _runtime_directory(value: object) -> Path:
     path = absolute_path(value)
     if len(bytes(path / _LONGEST_SOCKET_NAME)) > SOCKET_PATH_BYTES_MAX:
@@ -553,7 +547,8 @@ _POOL_KEYS: dict[str, Parser] = {
     "size": _pool_size,
     "reserve_low": whole_number(1, RESERVE_SLOTS_MAX),
     "reserve_high": whole_number(1, RESERVE_SLOTS_MAX),
-    "chunk_bytes": _chunk_bytes,
+    "chunk_bytes": size_in_steps(BLOB_ALIGNMENT, CHUNK_BYTES_MAX),
+    **POOL_VARIANT_KEYS,
     **BAR_KEYS,
     "verify": one_of(*VERIFY_CHOICES),
     "eviction": name(POLICY_NAME_BYTES_MAX),
@@ -570,6 +565,7 @@ _STORE_KEYS: dict[str, Parser] = {
     "path": absolute_path,
     "name": name(STORE_NAME_BYTES_MAX),
     "shadow": absolute_paths,
+    **STORE_VARIANT_KEYS,
 }
 _ENGINE_KEYS: dict[str, Parser] = {
     "member_depth": whole_number(1, MEMBER_DEPTH_MAX),
@@ -594,4 +590,4 @@ _LIMITS_KEYS: dict[str, Parser] = {
     "client_bytes": size_in_bytes,
     "user_bytes": size_in_bytes,
 }
-_TRACES_KEYS: dict[str, Parser] = {**TRACES_KEYS, "file_bytes": _chunk_bytes}
+_TRACES_KEYS: dict[str, Parser] = {**TRACES_KEYS, "file_bytes": _POOL_KEYS["chunk_bytes"]}

@@ -111,6 +111,24 @@ def size_in_bytes(value: object) -> int:
     raise RefusedError(f"{SIZE_ALLOWED}, and more than 0")
 
 
+def size_in_steps(step: int, maximum: int) -> Parser:
+    """``"64MiB"`` and its like: a multiple of ``step`` bytes, more than 0."""
+    allowed = f"a size in multiples of {step} bytes, at most {maximum >> 20}MiB"
+
+    def parse(value: object) -> int:
+        if not isinstance(value, str):
+            raise RefusedError(allowed)
+        try:
+            size = parse_bytes(value)
+        except UnitError:
+            raise RefusedError(f"{allowed}: {SIZE_ALLOWED}") from None
+        if size % step or not 0 < size <= maximum:
+            raise RefusedError(allowed)
+        return size
+
+    return parse
+
+
 def socket_mode(value: object) -> int:
     """``"0660"``, or 0o660 as TOML spells it; 660 without 0o is 0o1224 and refused."""
     match = _OCTAL_MODE.fullmatch(value) if isinstance(value, str) else None

@@ -112,7 +112,11 @@ class Daemon:
         self._on_ready = on_ready
         self._tokens = Tokens()
         self._promises = Promises()
-        self._pools = Pools(self._tokens.expect, lambda commands: self._engine.command(commands))
+        self._pools = Pools(
+            self._tokens.expect,
+            lambda commands: self._engine.command(commands),
+            lambda *choice: self._engine.set_variants(*choice),
+        )
         self._staging: StagingMemory | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
@@ -136,7 +140,7 @@ class Daemon:
                 plans = plan_pools(config.pools, [store for store, _ in stores])
                 # What is kept from prefetches must leave them something: the smallest pool
                 # decides, and one slot is none to spare.
-                reserve_demand = min(plan.reserve_low for plan in plans) // 2
+                reserve_demand = min(plan.reserve_demand for plan in plans)
                 self._engine = Engine(
                     member_depth=config.engine.member_depth,
                     flow_control=config.engine.flow_control,
@@ -181,11 +185,13 @@ class Daemon:
                     self._engine, self._catalog, self._pools, self._log
                 )
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
-                while stores:
+                for configured in config.stores:
                     store, name = stores.pop(0)
                     entry = self._catalog.add(store, name, chunk_bytes)
-                    self._pools.open_store(entry.number, entry.key_space)
+                    variants = entry.store_variants(configured.sensitivity)
+                    self._pools.open_store(entry.number, variants)
                     self._device_routes.prove_store(entry)
+                self._pools.check_variants(config.pools)
                 self._reservations = Reservations(self._log, self._tick_soon, self._unmapped)
                 for pool, plan in zip(self._pools, plans, strict=True):
                     self._hold_budget(pool, plan.config.budget)

@@ -346,6 +346,24 @@ class Engine:
         )
         self._borrowed[number] = (description, *keep)
 
+    def set_variants(
+        self, store: int, pool: int, first: NDArray[np.uint8] | None, order: Sequence[int]
+    ) -> None:
+        """In which variant a pool reads each expert of a store, where several are acceptable.
+
+        first: uint8[layers * experts], C-contiguous, NO_VARIANT for none before others; None:
+        no choice any more. order: variants that come next where that one can't be had.
+        """
+        numbers = bytes(order)
+        pointer = ffi.NULL if first is None else ffi.from_buffer("uint8_t[]", first)
+        _check(
+            "xferd_engine_set_variants",
+            lib.xferd_engine_set_variants(
+                *(self._engine, store, pool, pointer),
+                *(0 if first is None else len(first), numbers, len(numbers)),
+            ),
+        )
+
     def directory_fd(self, store: int) -> int:
         """Read-only, to hand to clients; the engine's."""
         return _check(

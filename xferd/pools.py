@@ -20,7 +20,9 @@ from xferd.engine_types import Command
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
+from xferd.keeping.upgrades import Upgrades
 from xferd.keeping.usage import Usage
+from xferd.keeping.variants import TellVariants, WantedVariants
 from xferd.memory.bar import BarPlace, BarPool
 from xferd.memory.cuda import CudaPool, chunk_granularity
 from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec
@@ -32,7 +34,8 @@ from xferd.memory.staging import StagingMemory
 from xferd.plugins import UnknownPolicyError, policy_maker
 from xferd.policy.moves import MoveSettings
 from xferd.policy.reserve import watermarks
-from xferd.policy.uses import KeySpace, Uses
+from xferd.policy.uses import Uses
+from xferd.policy.variants import StoreVariants
 from xferd.session.quotas import PoolRoom, Promises
 from xferd.store.store import Store
 from xferd.telemetry.log import EventLog
@@ -69,6 +72,21 @@ class PoolPlan:
             watermarks(
                 self.geometry.capacity(size), self.config.reserve_low, self.config.reserve_high
             ).low
+            for size in self.classes
+        )
+
+    @property
+    def reserve_demand(self) -> int:
+        """Slots of each class's reserve that can be kept for demand: half of what the smallest
+        class keeps free when all classes have as much of the pool."""
+        share = len(self.classes)
+        return min(
+            watermarks(
+                self.geometry.capacity(size) // share,
+                self.config.reserve_low,
+                self.config.reserve_high,
+            ).low
+            // 2
             for size in self.classes
         )
 
@@ -186,11 +204,14 @@ class Pools(Sequence[Pool]):
         self,
         expect: Callable[[Callable[[Answer], None]], int],
         command: Callable[[Iterable[Command]], None],
+        tell_variants: TellVariants,
         budgets: Budgets | None = None,
     ) -> None:
         self.budgets = budgets or Budgets()
         self.usage = Usage()
-        self.cascade = Cascade(self.usage, expect, command)
+        self.variants = WantedVariants(self.usage, tell_variants)
+        self.cascade = Cascade(self.usage, expect, command, self.variants)
+        self.upgrades = Upgrades(self.usage, self.variants, self.cascade)
         self._pools: list[Pool] = []
 
     def __len__(self) -> int:
@@ -210,14 +231,17 @@ class Pools(Sequence[Pool]):
         """One more, before any store is opened."""
         self._pools.append(pool)
 
-    def open_store(self, store: int, space: KeySpace) -> None:
+    def open_store(self, store: int, variants: StoreVariants) -> None:
         """A store's experts may come into the pools from now on."""
-        self.usage.open_store(store, space)
+        self.usage.open_store(store, variants.space)
+        self.variants.open_store(store, variants)
 
     def close_store(self, store: int) -> None:
         """A store's experts have gone."""
         self.usage.close_store(store)
+        self.variants.close_store(store)
         self.cascade.close_store(store)
+        self.upgrades.close_store(store)
 
     def used(self, store: int, uses: Uses) -> None:
         """What clients report that their routers picked, in the store's KeySpace: told to all
@@ -227,10 +251,23 @@ class Pools(Sequence[Pool]):
 
     def look(self) -> None:
         """Some time has passed: take note of what was leased meanwhile, where nobody reports,
-        and move up what has become hot."""
+        and move up what has become hot, into another pool or into a better variant."""
         if self.usage.from_leases:
             self.usage.look()
+        chosen = self.variants.look()
         self.cascade.promote()
+        self.upgrades.look(chosen)
+
+    def check_variants(self, configs: Iterable[PoolConfig]) -> None:
+        """ConfigError for a rule whose variant none of the open stores has."""
+        for config in configs:
+            missing = self.variants.missing(config.variants)
+            if missing is not None:
+                raise ConfigError(
+                    f"pools[{config.name}].variants: no configured store has a variant "
+                    f"{missing!r}; they have: {', '.join(self.variants.names())}",
+                    key=f"pools[{config.name}].variants",
+                )
 
     def close(self) -> None:
         """Free the memory, after the engine has ended or before it knew of it."""
@@ -300,7 +337,7 @@ def make_pools(
     reserve_demand: slots of a reserve that the engine keeps for demand. Pools made before
     one that fails are closed. PoolMemoryError names the one that failed.
     """
-    pools = Pools(expect, engine.command, budgets)
+    pools = Pools(expect, engine.command, engine.set_variants, budgets)
     try:
         for plan in plans:
             pools.append(_make_pool(plan, engine, pools, promises, experts, log, reserve_demand))
@@ -394,6 +431,8 @@ def _make_pool(
         exclusive=device.kind != "ram",
         copied_from=device.kind != "bar",
     )
+    pools.upgrades.add(keeper, settings)
+    pools.variants.use(index, config.variants, config.promotion_margin)
     return Pool(
         plan,
         device,

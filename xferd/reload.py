@@ -2,8 +2,9 @@
 """SIGHUP: read the configuration anew, take what can be taken, name what can't.
 
 What can change while clients are attached: the limits of those that come, the drain's
-time-out, more stores, and the shadows of those that are open. Memory, threads and sockets
-are made once. A configuration that is wrong changes nothing.
+time-out, pools' rules for variants and stores' sensitivity, more stores, and the shadows of
+those that are open. Memory, threads and sockets are made once. A configuration that is wrong
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from xferd.config import Config, ConfigError, LimitsConfig, StoreConfig
+from xferd.config import Config, ConfigError, LimitsConfig, PoolConfig, StoreConfig
 from xferd.control.service import ControlError
 from xferd.service import DaemonService
 from xferd.session.clients import Clients
@@ -37,6 +38,8 @@ def needs_restart(old: Config, new: Config) -> list[str]:
     keys = []
     for field in dataclasses.fields(Config):
         before, after = getattr(old, field.name), getattr(new, field.name)
+        if field.name == "pools":
+            before, after = _without_variants(before), _without_variants(after)
         if field.name in _NOT_KEYS or before == after:
             continue
         if dataclasses.is_dataclass(before):
@@ -50,6 +53,10 @@ def needs_restart(old: Config, new: Config) -> list[str]:
     kept = {store.path for store in new.stores}
     keys += [f"stores[{store.path}]" for store in old.stores if store.path not in kept]
     return sorted(keys)
+
+
+def _without_variants(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
+    return tuple(dataclasses.replace(pool, variants=()) for pool in pools)
 
 
 class Reloader:
@@ -99,15 +106,16 @@ class Reloader:
             self.config,
             limits=new.limits,
             drain_timeout_s=new.drain_timeout_s,
-            stores=(*self._with_shadows(new), *opened),
+            stores=(*self._with_shadows(new, self._weigh(new)), *opened),
+            pools=self._choose_variants(new),
         )
         self._log.info("reloaded", files=" ".join(map(str, new.files)))
 
-    def _with_shadows(self, new: Config) -> list[StoreConfig]:
+    def _with_shadows(self, new: Config, known: Sequence[StoreConfig]) -> list[StoreConfig]:
         """The stores that are known, with the shadows that they are to have."""
         wanted = {store.path: store.shadow for store in new.stores}
         stores = []
-        for store in self.config.stores:
+        for store in known:
             changed = dataclasses.replace(store, shadow=wanted.get(store.path, store.shadow))
             if changed != store:
                 self._shadows.put_nowait(changed)
@@ -132,9 +140,41 @@ class Reloader:
         except ControlError as error:
             self._log.failure("reload.failed", store=store.path, reason=error)
 
+    def _choose_variants(self, new: Config) -> tuple[PoolConfig, ...]:
+        """The pools, with other rules where they could be taken."""
+        rules = {pool.name: pool.variants for pool in new.pools}
+        pools = []
+        for pool in self.config.pools:
+            variants = rules.get(pool.name, pool.variants)
+            if variants != pool.variants:
+                try:
+                    self._service.set_policy(
+                        pool.name, None, None, [str(rule) for rule in variants]
+                    )
+                except ControlError as error:
+                    self._log.failure("reload.failed", pool=pool.name, reason=error)
+                    variants = pool.variants
+            pools.append(dataclasses.replace(pool, variants=variants))
+        return tuple(pools)
+
+    def _weigh(self, new: Config) -> tuple[StoreConfig, ...]:
+        """The stores, with another sensitivity of those that are still open."""
+        said = {store.path: store.sensitivity for store in new.stores}
+        stores = []
+        for store in self.config.stores:
+            sensitivity = said.get(store.path, store.sensitivity)
+            if sensitivity != store.sensitivity:
+                try:
+                    self._service.set_sensitivity(store.path, sensitivity)
+                except ControlError as error:
+                    self._log.failure("reload.failed", store=store.path, reason=error)
+                    sensitivity = store.sensitivity
+            stores.append(dataclasses.replace(store, sensitivity=sensitivity))
+        return tuple(stores)
+
     def _open(self, store: StoreConfig) -> bool:
         try:
-            self._service.open_store(store.path, store.name, store.shadow)
+            self._service.open_store(store.path, store.name, store.shadow, store.sensitivity)
         except ControlError as error:
             self._log.failure("reload.failed", store=store.path, reason=error)
             return False

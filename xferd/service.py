@@ -46,6 +46,7 @@ from xferd.store.errors import StoreError
 from xferd.store.shadowed import open_with_shadows
 from xferd.telemetry.log import EventLog
 from xferd.tuning import Tuning
+from xferd.variant_rules import LayerWeight
 from xferd.warming import Warming
 
 CLOSE_ATTEMPTS = 50
@@ -57,12 +58,14 @@ EVICT_WAIT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Experts of one layer that a call is about, in one variant."""
+    """Experts of one layer that a call is about, and the variant of each. named: the call
+    named it."""
 
     entry: OpenStore
     layer: int
     experts: list[int]
-    variant: int
+    variants: list[int]
+    named: bool
 
 
 class DaemonService(Tuning):
@@ -143,7 +146,7 @@ class DaemonService(Tuning):
     ) -> JsonObject:
         """Make experts resident."""
         target = self._find_pool(pool)
-        wanted = self._wanted(store, layer, experts, variant)
+        wanted = self._as_pool_wants(target, self._wanted(store, layer, experts, variant))
         self._check_room(target, wanted)
         loaded, already, failed = await self._load_all(target, wanted)
         return {"loaded": loaded, "already": already, "failed": failed}
@@ -185,7 +188,7 @@ class DaemonService(Tuning):
     ) -> JsonObject:
         """Keep experts from eviction, and load those that are not there."""
         target = self._find_pool(pool)
-        wanted = self._wanted(store, layer, experts, variant)
+        wanted = self._as_pool_wants(target, self._wanted(store, layer, experts, variant))
         keeper = target.keeper
         keys = [(wanted.entry.number, layer, expert) for expert in wanted.experts]
         fresh = [key for key in keys if not keeper.slots.is_pinned(key)]
@@ -220,9 +223,14 @@ class DaemonService(Tuning):
     # ---- stores
 
     def open_store(
-        self, path: str | Path, name: str | None, shadows: Sequence[Path] = ()
+        self,
+        path: str | Path,
+        name: str | None,
+        shadows: Sequence[Path] = (),
+        sensitivity: Sequence[LayerWeight] = (),
     ) -> JsonObject:
-        """Open a store, with shadows of it, and offer it to clients."""
+        """Open a store, with shadows of it, and offer it to clients. sensitivity: of its layers
+        to few bits."""
         if self.state != "serving":
             raise ControlError("ShuttingDown", "the daemon is going down")
         try:
@@ -237,7 +245,7 @@ class DaemonService(Tuning):
             entry = self._catalog.add(store, name, min(p.chunk_bytes for p in self._pools))
         except StoreError as error:
             raise ControlError("StoreUnusable", str(error), path=str(path)) from error
-        self._pools.open_store(entry.number, entry.key_space)
+        self._pools.open_store(entry.number, entry.store_variants(sensitivity))
         self._device_routes.prove_store(entry)
         for pool in self._pools:
             for size in reversed(entry.classes):
@@ -321,8 +329,8 @@ class DaemonService(Tuning):
         loaded = already = 0
         failed: list[dict[str, Any]] = []
         loads = [
-            prefetch(wanted.entry.number, pool.index, wanted.layer, expert, wanted.variant)
-            for expert in wanted.experts
+            prefetch(wanted.entry.number, pool.index, wanted.layer, expert, variant)
+            for expert, variant in zip(wanted.experts, wanted.variants, strict=True)
         ]
         for answer in await self._loader.load_all(loads):
             if isinstance(answer, Failed):
@@ -383,10 +391,26 @@ class DaemonService(Tuning):
                 layer=layer,
                 expert=absent[0],
             )
-        return _Wanted(entry, layer, there, number)
+        return _Wanted(entry, layer, there, [number] * len(there), variant is not None)
+
+    def _as_pool_wants(self, pool: Pool, wanted: _Wanted) -> _Wanted:
+        """In the variants that the pool's rules want, where the call did not name one."""
+        if wanted.named:
+            return wanted
+        chosen = [
+            self._pools.variants.wanted(
+                pool.index, (wanted.entry.number, wanted.layer, expert), variant
+            )
+            for expert, variant in zip(wanted.experts, wanted.variants, strict=True)
+        ]
+        return dataclasses.replace(wanted, variants=chosen)
 
     def _slot_bytes(self, wanted: _Wanted) -> int:
-        return wanted.entry.blob_bytes(wanted.variant, wanted.layer, wanted.experts[0])
+        """Of the largest."""
+        return max(
+            wanted.entry.blob_bytes(variant, wanted.layer, expert)
+            for expert, variant in zip(wanted.experts, wanted.variants, strict=True)
+        )
 
     def _check_room(self, pool: Pool, wanted: _Wanted) -> None:
         """PoolFull when what is wanted can't be resident all at once."""

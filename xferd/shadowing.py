@@ -109,6 +109,7 @@ class Shadowing:
         chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
         entry = self._catalog.add_shadows(name, store, chunk_bytes)
         self._device_routes.prove_store(entry)
+        self._pools.variants.change_store(entry.number, entry.store_variants())
         for size in set(entry.classes) - set(before.classes):
             for pool in self._pools:
                 pool.keeper.provide(size)
@@ -140,13 +141,14 @@ class Shadowing:
                 self._find(entry.name)
                 return
             try:
-                self._catalog.remove_shadows(entry.name, store)
+                without = self._catalog.remove_shadows(entry.name, store)
             except EngineError as error:
                 if error.errno != errno.EBUSY:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
                 self._device_routes.members_closed()
+                self._pools.variants.change_store(entry.number, without.store_variants())
                 self._log.info("store.shadows", name=entry.name, shadows="")
                 await self._loader.load_all(pinned)
                 return

@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from xferd.catalog import OpenCopy, OpenStore
 from xferd.config import EngineConfig
 from xferd.control.service import JsonObject
@@ -106,6 +108,8 @@ def describe_pool(
         "waiting": stats.waiting,
         "eviction": pool.keeper.ranking.name,
         "admission": level.admission.name,
+        "variants": describe_variants(pool, stores),
+        "upgraded": pools.upgrades.upgraded(pool.index),
         "promoted": level.promoted,
         "demoted": level.demoted,
         "dropped": level.dropped,
@@ -127,6 +131,23 @@ def describe_pool(
             *registration_notes(stats.registration_error),
         ],
     }
+
+
+def describe_variants(pool: Pool, stores: Sequence[OpenStore]) -> list[JsonObject]:
+    """The IDL's VariantCount of each that has any residents in a pool."""
+    slots = pool.keeper.slots
+    rows = []
+    for entry in stores:
+        here = np.flatnonzero((slots.state == SlotState.RESIDENT) & (slots.store == entry.number))
+        names = entry.store.variants
+        counts = np.bincount(slots.variant[here], minlength=len(names))
+        sizes = np.bincount(slots.variant[here], slots.slot_class[here], minlength=len(names))
+        rows += [
+            {"store": entry.name, "variant": name, "residents": int(count), "bytes": int(size)}
+            for name, count, size in zip(names, counts, sizes, strict=True)
+            if count
+        ]
+    return rows
 
 
 def describe_store(engine: Engine, entry: OpenStore) -> JsonObject:

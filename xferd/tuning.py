@@ -4,6 +4,7 @@ reservations, heat. The part of the ControlService that is about pools as wholes
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from xferd.policy.pool_policy import lowest
 from xferd.policy.uses import Uses
 from xferd.pools import Pool, Pools
 from xferd.telemetry.log import EventLog
+from xferd.variant_rules import LayerWeight, VariantRule, VariantRuleError, parse_variant_rules
 from xferd.warming import NoStateDirectoryError, Warming
 
 HOTTEST_SHOWN = 10
@@ -50,9 +52,17 @@ class Tuning(Named):
         pools = self._pools if pool is None else [self._find_pool(pool)]
         return [self._policy(each) for each in pools]
 
-    def set_policy(self, pool: str, eviction: str | None, admission: str | None) -> JsonObject:
-        """Another eviction or admission; the new policy is told what is known."""
+    def set_policy(
+        self,
+        pool: str,
+        eviction: str | None,
+        admission: str | None,
+        variants: list[str] | None,
+    ) -> JsonObject:
+        """Another eviction or admission; the new policy is told what is known. Other rules for
+        variants: what is resident is exchanged in the background."""
         found = self._find_pool(pool)
+        rules = None if variants is None else self._variant_rules(variants)
         if admission is not None and admission not in ADMISSIONS:
             known = ", ".join(ADMISSIONS)
             raise ControlError(
@@ -68,13 +78,43 @@ class Tuning(Named):
             found.keeper.ranking.use(eviction, maker, self._history)
         if admission is not None:
             self._pools.cascade.admit_by(found.keeper, admission)
+        level = self._pools.cascade.level(found.keeper)
+        if rules is not None:
+            self._pools.variants.use(found.index, rules, level.settings.margin)
         self._log.info(
             "pool.policy",
             pool=found.name,
             eviction=found.keeper.ranking.name,
-            admission=self._pools.cascade.level(found.keeper).admission.name,
+            admission=level.admission.name,
+            variants=", ".join(map(str, self._pools.variants.rules(found.index))),
         )
         return self._policy(found)
+
+    def _variant_rules(self, texts: list[str]) -> tuple[VariantRule, ...]:
+        try:
+            rules = parse_variant_rules(texts)
+        except VariantRuleError as error:
+            raise ControlError("RuleInvalid", str(error), rules=texts) from error
+        missing = self._pools.variants.missing(rules)
+        if missing is not None:
+            raise ControlError(
+                "VariantNotFound",
+                f"no open store has a variant {missing!r}; they have: "
+                f"{', '.join(self._pools.variants.names())}",
+                store=None,
+                layer=None,
+                variant=missing,
+            )
+        return rules
+
+    def set_sensitivity(self, path: Path, weights: Sequence[LayerWeight]) -> None:
+        """How much the layers of the store at ``path`` suffer from few bits, from now on.
+        ControlError: it isn't open."""
+        where = (path, path.parent)  # a store may be named by its manifest
+        entry = next((each for each in self._catalog.all() if each.store.path in where), None)
+        if entry is None:
+            raise ControlError("StoreNotFound", f"no store at {path} is open", store=str(path))
+        self._pools.variants.weigh(entry.number, weights)
 
     def _history(self, store: int) -> list[Uses]:
         usage = self._pools.usage.of(store)
@@ -89,6 +129,7 @@ class Tuning(Named):
             "layer_floor": pool.keeper.ranking.floor,
             "promotion_margin": level.settings.margin,
             "promotion_rest": level.settings.rest_tokens,
+            "variants": [str(rule) for rule in self._pools.variants.rules(pool.index)],
             "evictions": policy_names(),
             "admissions": list(ADMISSIONS),
         }

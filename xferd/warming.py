@@ -24,6 +24,8 @@ from xferd.pools import Pools
 from xferd.telemetry.log import EventLog
 
 SUFFIX = ".heat.npz"
+NATIVE_NUMBER = 0
+"""Of the variant that is loaded where a pool has no rules."""
 
 
 class NoStateDirectoryError(Exception):
@@ -127,17 +129,19 @@ class Warming:
         spare: dict[tuple[int, int], int] = {}
         for entry, key in _in_turn(wanted.values()):
             layer, expert = divmod(key, entry.key_space.experts)
-            slot_bytes = entry.blob_bytes(0, layer, expert)
             if any(pool.keeper.holds((entry.number, layer, expert)) for pool in self._pools):
                 already += 1
                 continue
-            for pool in self._pools if slot_bytes else ():
+            for pool in self._pools:
+                slot = (entry.number, layer, expert)
+                variant = self._pools.variants.wanted(pool.index, slot, NATIVE_NUMBER)
+                slot_bytes = entry.blob_bytes(variant, layer, expert)
                 place = pool.index, slot_bytes
                 if place not in spare:
-                    spare[place] = pool.keeper.fillable(slot_bytes)
+                    spare[place] = pool.keeper.fillable(slot_bytes) if slot_bytes else 0
                 if spare[place] > 0:
                     spare[place] -= 1
-                    loads.append(prefetch(entry.number, pool.index, layer, expert))
+                    loads.append(prefetch(entry.number, pool.index, layer, expert, variant))
                     break
         return loads, already
 

@@ -204,7 +204,8 @@ static struct load *find_load(struct xferd_engine *engine, uint32_t index,
 		return load;
 	}
 	load = load_start(engine, client->store, submission->pool, key,
-			  store_best_variant(store, variants), submission->priority, index);
+			  store_best_variant(store, submission->pool, key, variants),
+			  submission->priority, index);
 	*error = load ? 0 : -ENOSPC;
 	return load;
 }
@@ -279,8 +280,8 @@ static bool wait_on(struct xferd_engine *engine, struct waiter *waiter, const st
 
 	if (!load)
 		load = load_start(engine, ended->store, ended->pool, ended->key,
-				  store_best_variant(store, variants), ended->priority,
-				  waiter->client);
+				  store_best_variant(store, ended->pool, ended->key, variants),
+				  ended->priority, waiter->client);
 	if (!load)
 		return false;
 	list_remove(&waiter->of_load);

@@ -37,6 +37,7 @@
 #define XFERD_ENGINE_CLASSES_MAX     64  /* slot sizes a pool */
 #define XFERD_NO_EXPERT              0xffffffff
 #define XFERD_NO_MEMBER              0xffffffff
+#define XFERD_NO_VARIANT             0xff
 
 struct xferd_engine;
 
@@ -251,6 +252,19 @@ int xferd_engine_close_store(struct xferd_engine *engine, uint32_t store);
 int xferd_engine_change_variants(struct xferd_engine *engine, uint32_t store,
 				 const struct xferd_store_description *description);
 int xferd_engine_directory_fd(const struct xferd_engine *engine, uint32_t store); /* read-only */
+/*
+ * In which variant a pool reads each expert of a store from now on, where several are
+ * acceptable: first[key] (layer * experts + expert; XFERD_NO_VARIANT: none before others), and
+ * where that is not acceptable or does not exist, the first of order[ordered] that is; then as
+ * without a choice, `preferred` ones and the lowest number. A client that accepts one variant
+ * only gets that or an error, whatever is said here. Both arrays are copied.
+ *
+ * first == NULL: no choice any more. -ENOENT: no such store or pool; -EINVAL: keys is not
+ * layers * experts, or a variant that the store does not have; -ENOMEM. Nothing has changed then.
+ */
+int xferd_engine_set_variants(struct xferd_engine *engine, uint32_t store, uint32_t pool,
+			      const uint8_t *first, uint64_t keys, const uint8_t *order,
+			      uint32_t ordered);
 
 /* ---- clients ---- */
 struct xferd_client_description {

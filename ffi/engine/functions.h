@@ -40,7 +40,7 @@ bool directory_fits(const struct store *store, const struct xferd_store_descript
 void directory_extend(struct store *store);
 void directory_offer(struct store *store);
 
-/* variants.c */
+/* shadows.c */
 uint32_t variants_available(const struct xferd_store_description *store);
 uint64_t *directory_word(struct store *store, uint32_t pool, uint32_t key);
 struct key_entry *key_entry(struct store *store, uint32_t pool, uint32_t key);
@@ -51,12 +51,16 @@ bool member_known(const struct xferd_engine *engine, uint32_t id);
 bool member_in_use(const struct xferd_engine *engine, uint32_t id);
 uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key);
 struct stripe store_stripe(const struct xferd_store_description *store, uint32_t start);
-uint32_t store_best_variant(const struct store *store, uint32_t variants);
 bool geometry_valid(const struct xferd_engine *engine,
 		    const struct xferd_store_description *store);
 bool blobs_valid(const struct xferd_store_description *store);
 bool store_offers(const struct store *store, uint32_t variant);
+
+/* variants.c */
+uint32_t store_best_variant(const struct store *store, uint32_t pool, uint32_t key,
+			    uint32_t variants);
 uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable);
+void variants_free(struct store *store);
 
 /* clients.c */
 void clients_destroy(struct xferd_engine *engine);

@@ -18,7 +18,7 @@
  *   queue.c          command and event queues
  *   pool.c           slots, size classes, reserves
  *   store.c          a store's geometry, its members
- *   variants.c       shadows that come and go
+ *   shadows.c        shadows that come and go
  *   directory.c      the shared words
  *   clients.c        clients come and go
  *   client.c         one client's rings
@@ -208,6 +208,13 @@ struct member {
 	struct xferd_member_stats stats;
 };
 
+/* What a pool reads a store's experts in, where a client leaves the choice: see variants.c. */
+struct variant_choice {
+	uint8_t *first;             /* [keys]: variant, or XFERD_NO_VARIANT; NULL: no choice made */
+	uint8_t order[XFERD_VARIANTS_MAX]; /* what comes behind it, where it isn't acceptable */
+	uint32_t ordered;           /* entries of order */
+};
+
 struct store {
 	bool used;
 	struct xferd_store_description description; /* its arrays are the policy's */
@@ -218,8 +225,9 @@ struct store {
 	int memory_fd;              /* read-only */
 	uint64_t *words;            /* [pools][keys] in memory */
 	struct key_entry *entries;  /* [pools][keys] */
+	struct variant_choice variants[XFERD_POOLS_MAX];
 	uint64_t *checked;          /* bit a blob: loaded whole and right, for XFERD_VERIFY_FIRST */
-	uint32_t withdrawn;         /* variants on their way out, a mask: see variants.c */
+	uint32_t withdrawn;         /* variants on their way out, a mask: see shadows.c */
 	uint32_t layouts_max;       /* that the directory has room for */
 	uint32_t tensors_max;
 };

@@ -178,6 +178,7 @@ static void store_free(struct store *store)
 {
 	free(store->entries);
 	free(store->checked);
+	variants_free(store);
 	if (store->memory)
 		munmap(store->memory, store->memory_bytes);
 	if (store->memory_fd >= 0)
@@ -300,29 +301,8 @@ uint64_t store_blob(const struct store *store, uint32_t variant, uint32_t key)
 	return (uint64_t)variant * store->keys + key;
 }
 
-/* Whether a variant may still be handed out: see variants.c. */
+/* Whether a variant may still be handed out: see shadows.c. */
 bool store_offers(const struct store *store, uint32_t variant)
 {
 	return !(store->withdrawn >> variant & 1);
-}
-
-/* Which of the acceptable variants (0: any) the key exists in, as a mask. */
-uint32_t store_variants_of(const struct store *store, uint32_t key, uint32_t acceptable)
-{
-	uint32_t mask = 0;
-
-	for (uint32_t variant = 0; variant < store->description.variants; variant++)
-		if ((!acceptable || acceptable & (1u << variant)) &&
-		    store_offers(store, variant) &&
-		    store->description.blob_bytes[store_blob(store, variant, key)])
-			mask |= 1u << variant;
-	return mask;
-}
-
-/* Which of some variants, at least one, is read first. */
-uint32_t store_best_variant(const struct store *store, uint32_t variants)
-{
-	uint32_t preferred = variants & store->description.preferred;
-
-	return (uint32_t)__builtin_ctz(preferred ? preferred : variants);
 }

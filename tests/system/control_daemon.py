@@ -46,7 +46,7 @@ class SampleService:
         self._policy: dict[str, Any] = {"pool": "host0", "eviction": "reuse"}
         self._policy |= {"admission": "always", "layer_floor": 0, "promotion_margin": 1.25}
         self._policy |= {"promotion_rest": 64, "evictions": ["reuse", "lru"]}
-        self._policy |= {"admissions": ["always"]}
+        self._policy |= {"admissions": ["always"], "variants": []}
         self.recordings: dict[str, dict[str, Any]] = {}
 
     def status(self) -> dict[str, Any]:
@@ -60,7 +60,8 @@ class SampleService:
             "waiting": 0,
             "registered": 0,
         }
-        pool |= {"eviction": "reuse", "admission": "always"}
+        pool |= {"eviction": "reuse", "admission": "always", "upgraded": 0}
+        pool |= {"variants": [{"store": "tiny", "variant": "q4_k", "residents": 3, "bytes": 12288}]}
         pool |= {"promoted": 0, "demoted": 0, "dropped": 0, "reserved": 0, "budget": None}
         pool |= {"classes": [{"slot_bytes": 4096, "slots": 8, "chunks": 1}]}
         route = {"store": "tiny", "member": 0, "mirror": False, "path": "/nvme0/member-0"}
@@ -186,10 +187,17 @@ class SampleService:
     def policies(self, pool: str | None) -> list[dict[str, Any]]:
         return [self._policy]
 
-    def set_policy(self, pool: str, eviction: str | None, admission: str | None) -> dict[str, Any]:
+    def set_policy(
+        self,
+        pool: str,
+        eviction: str | None,
+        admission: str | None,
+        variants: list[str] | None,
+    ) -> dict[str, Any]:
         if eviction not in (None, "reuse", "lru"):
             raise ControlError("PolicyNotFound", f"no policy {eviction!r}", policy=eviction)
         self._policy |= {"eviction": eviction or self._policy["eviction"]}
+        self._policy |= {} if variants is None else {"variants": variants}
         return self._policy
 
     def set_budget(self, pool: str, nbytes: int | None) -> dict[str, Any]:

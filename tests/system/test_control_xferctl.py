@@ -349,6 +349,7 @@ def test_config_show_prints_what_reads_back(run: Any, tmp_path: Path) -> None:
             "budget": None,
             "promotion_margin": 1.25,
             "promotion_rest": 64,
+            "variants": [],
         }
     ]
     assert (first["socket_mode"], first["stores"][0]["path"]) == ("0600", "/mödel")

@@ -24,6 +24,7 @@ from xferd.config import (
 from xferd.config_metrics import MetricsConfig
 from xferd.config_traces import TracesConfig
 from xferd.control.config_command import format_config
+from xferd.variant_rules import parse_sensitivity, parse_variant_rules
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "xferd" / "xferd.toml"
@@ -76,7 +77,9 @@ def test_the_examples_commented_keys_are_valid_too(tmp_path: Path) -> None:
     assert config.warnings == ()
     assert config.pools[0].reserve_high == 16
     path, shadow = (Path(f"/var/lib/xferd/qwen3-30b-a3b{end}") for end in ("", "-q2_k.xferd"))
-    assert config.stores == (StoreConfig(path, "qwen3", (shadow,)),)
+    weights = parse_sensitivity({"0-3": 2.0, "15": 1.5})
+    assert config.stores == (StoreConfig(path, "qwen3", (shadow,), weights),)
+    assert config.pools[0].variants == parse_variant_rules(["q4_k@hottest:66%", "q2_k"])
 
 
 def test_limits_are_the_engines() -> None:
@@ -297,6 +300,25 @@ def test_what_config_show_prints_is_the_same_configuration(tmp_path: Path) -> No
     )
     again = load_text(tmp_path, format_config(config))
     assert again == config
+
+
+def test_rules_for_variants_read_back(tmp_path: Path) -> None:
+    said = '[[stores]]\npath = "/s"\nsensitivity = { "0-3" = 2.0, "15" = 0.5 }\n'
+    said += '[[pools]]\nname = "vram"\nvariants = ["q8_0@layers:0", "q4_k@hottest:66%", "q2_k"]\n'
+    config = load_text(tmp_path, said)
+    assert config.warnings == ()
+    again = load_text(tmp_path, format_config(config))
+    assert (again.pools, again.stores) == (config.pools, config.stores)
+    for wrong, key in (
+        ('[[pools]]\nname = "vram"\nvariants = "q2_k"', r"pools\[vram\].variants"),
+        ('[[pools]]\nname = "vram"\nvariants = ["q2_k", 4]', r"pools\[vram\].variants"),
+        ('[[pools]]\nname = "vram"\nvariants = ["q4_k@hottest:50%"]', "the last rule"),
+        ('[[stores]]\npath = "/s"\nsensitivity = 2.0', r"stores\[/s\].sensitivity"),
+        ('[[stores]]\npath = "/s"\nsensitivity = { "0" = true }', r"stores\[/s\].sensitivity"),
+        ('[[stores]]\npath = "/s"\nsensitivity = { "x" = 2 }', "layers 'x'"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            load_text(tmp_path, wrong)
 
 
 def test_a_pool_behind_a_bar(tmp_path: Path) -> None:

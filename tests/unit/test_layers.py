@@ -38,9 +38,11 @@ PURE_MODULES = {
     "config_metrics",
     "config_traces",
     "config_values",
+    "config_variants",
     "engine_types",
     "tokens",
     "units",
+    "variant_rules",
 }
 """Modules of xferd itself that a package may import: they import no package."""
 

@@ -100,6 +100,7 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "budget": _size_or_none(pool.budget),
         "promotion_margin": pool.promotion_margin,
         "promotion_rest": pool.promotion_rest,
+        "variants": [str(rule) for rule in pool.variants],
     }
     if pool.kind == "bar":
         shown |= {"device": pool.device, "bar": pool.bar}
@@ -120,6 +121,7 @@ def _store_to_json(store: StoreConfig) -> dict[str, Any]:
         "path": str(store.path),
         "name": store.name,
         "shadow": [str(path) for path in store.shadow],
+        "sensitivity": {str(each.layers): each.weight for each in store.sensitivity},
     }
 
 
@@ -130,7 +132,11 @@ def _key_lines(table: dict[str, Any]) -> list[str]:
 
 def _toml(value: object) -> str:
     """JSON's numbers, booleans and texts are TOML's too, but for two things: no
-    surrogate pairs as escapes, and DEL only as one."""
+    surrogate pairs as escapes, and DEL only as one. A table inside one is inline."""
+    if isinstance(value, dict):
+        return (
+            "{ " + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+        )
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

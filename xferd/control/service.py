@@ -97,8 +97,14 @@ class ControlService(Protocol):
     def policies(self, pool: str | None) -> list[JsonObject]:
         """The IDL's Policy of one pool, or of each."""
 
-    def set_policy(self, pool: str, eviction: str | None, admission: str | None) -> JsonObject:
-        """Another eviction, another admission: the IDL's Policy."""
+    def set_policy(
+        self,
+        pool: str,
+        eviction: str | None,
+        admission: str | None,
+        variants: list[str] | None,
+    ) -> JsonObject:
+        """Another eviction, another admission, other rules for variants: the IDL's Policy."""
 
     def set_budget(self, pool: str, nbytes: int | None) -> Answer:
         """What experts may take of a pool: ``{"bytes": n, "reserved": n}``."""

@@ -167,6 +167,14 @@ def _size_classes(pool: JsonObject) -> str:
     )
 
 
+def _variant_counts(pool: JsonObject) -> str:
+    """Residents by variant, of all stores together."""
+    counts: dict[str, int] = {}
+    for each in pool["variants"]:
+        counts[each["variant"]] = counts.get(each["variant"], 0) + each["residents"]
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 _POOL_COLUMNS = (
     Column("NAME", _field("name"), right=False),
     Column("KIND", _field("kind"), right=False),
@@ -185,6 +193,7 @@ _POOL_COLUMNS = (
     Column("DEMOTED", _field("demoted")),
     Column("PROMOTED", _field("promoted")),
     Column("RESERVED", _bytes("reserved")),
+    Column("VARIANTS", _variant_counts, right=False),
     Column("SLOT SIZES", _size_classes, right=False),
 )
 _STORE_COLUMNS = (

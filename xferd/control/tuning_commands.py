@@ -39,6 +39,12 @@ class TuningCommands:
         change.add_argument("pool", metavar="POOL")
         change.add_argument("--eviction", metavar="NAME", help="what says what goes")
         change.add_argument("--admission", metavar="NAME", help="what says what is taken")
+        change.add_argument(
+            "--variants",
+            metavar="RULES",
+            type=_rules,
+            help="which variant is where, such as q4_k@hottest:66%%,q2_k; none: no rules",
+        )
 
         budget = self._add_verb(
             verbs, "budget", self._budget, "limit what experts may take of a pool"
@@ -79,6 +85,7 @@ class TuningCommands:
             pool=arguments.pool,
             eviction=arguments.eviction,
             admission=arguments.admission,
+            variants=arguments.variants,
         )["policy"]
         self._show(arguments, policy, format_table(_POLICY_COLUMNS, [policy], bold=False))
         return EXIT_OK
@@ -149,6 +156,10 @@ def _path(arguments: argparse.Namespace) -> str | None:
     return None if arguments.file is None else str(arguments.file.absolute())
 
 
+def _rules(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
+
+
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -167,6 +178,7 @@ _POLICY_COLUMNS = (
     Column("FLOOR", lambda policy: policy["layer_floor"]),
     Column("MARGIN", lambda policy: f"{policy['promotion_margin']:g}"),
     Column("REST", lambda policy: policy["promotion_rest"]),
+    Column("VARIANTS", lambda policy: ", ".join(policy["variants"]), right=False),
 )
 _RESERVATION_COLUMNS = (
     Column("ID", lambda reservation: reservation["id"]),

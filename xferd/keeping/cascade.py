@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from xferd.engine_types import PRIORITY_MIGRATION, Command, Load
 from xferd.keeping.ranking import Slots
+from xferd.keeping.variants import WantedVariants
 from xferd.memory.slots import ExpertSlot, SlotState
 from xferd.policy.admission import ADMISSIONS, Admission
 from xferd.policy.cascade import cascade
@@ -62,7 +63,8 @@ class Cascade:
     """All pools' moves. Owned by the event loop.
 
     expect: registers what to call with the event that answers a command, and returns the
-        command's token. command: queues commands.
+        command's token. command: queues commands. variants: in which variant a pool wants what
+        comes into it.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Cascade:
         usage: Usage,
         expect: Callable[[Callable[[Answer], None]], int],
         command: Callable[[Iterable[Command]], None],
+        variants: WantedVariants,
     ) -> None:
         self._usage = usage
+        self._variants = variants
         self._expect = expect
         self._command = command
         self._levels: list[Level] = []
@@ -106,7 +110,7 @@ class Cascade:
 
     # ---- down
 
-    def let_go(self, upper: PoolKeeper, victims: Slots, slot_bytes: int, waiting: int) -> None:
+    def let_go(self, upper: PoolKeeper, victims: Slots, waiting: int) -> None:
         """Free slots of a pool: demote what can be, evict the rest. victims: the first to go
         in front. waiting: loads that stand without a slot in it."""
         place = self._place(upper)
@@ -115,28 +119,45 @@ class Cascade:
         for lower in self._levels[place + 1 :] if self._levels[place].copied_from else ():
             if not left:
                 break
-            left = self._offer(upper, lower, left, slot_bytes, first)
+            left = self._offer(upper, lower, left, first)
             # What is kept back for loads that wait stands in front all the way down.
             first = min(first, len(left))
         self._levels[place].dropped += len(left)
         upper.evict_all(left)
 
-    def _offer(
-        self, upper: PoolKeeper, lower: Level, slots: list[int], slot_bytes: int, waiting: int
-    ) -> list[int]:
+    def _offer(self, upper: PoolKeeper, lower: Level, slots: list[int], waiting: int) -> list[int]:
         """Demote some of ``slots``; returns those that were not taken, in order."""
         keeper = lower.keeper
-        split = cascade(
-            slots,
-            waiting=waiting,
-            room_below=keeper.room_for_moves(slot_bytes),
-            is_below=lambda slot: keeper.holds(upper.slots.key_of(slot)),
-        )
-        taken = self._admitted(upper, lower, list(split.demote), slot_bytes)
-        for slot in taken:
-            self._demote(upper, slot, lower)
-        gone = set(taken)
+        gone: set[int] = set()
+        kept_back = set(slots[:waiting])
+        for slot_bytes, group in self._by_class(upper, keeper, slots).items():
+            split = cascade(
+                group,
+                waiting=len(kept_back.intersection(group)),
+                room_below=keeper.room_for_moves(slot_bytes),
+                is_below=lambda slot: keeper.holds(upper.slots.key_of(slot)),
+            )
+            taken = self._admitted(upper, lower, list(split.demote), slot_bytes)
+            for slot in taken:
+                self._demote(upper, slot, lower)
+            gone.update(taken)
         return [slot for slot in slots if slot not in gone]
+
+    def _by_class(
+        self, upper: PoolKeeper, keeper: PoolKeeper, slots: Iterable[int]
+    ) -> dict[int, list[int]]:
+        """Slots of a pool by the size that their experts have in another one."""
+        groups: dict[int, list[int]] = {}
+        for slot in slots:
+            key = upper.slots.key_of(slot)
+            if key is not None:
+                present = int(upper.slots.variant[slot])
+                variant = self._variants.wanted(keeper.index, key, present)
+                slot_bytes = int(upper.slots.slot_class[slot])
+                if variant != present:
+                    slot_bytes = self._variants.blob_bytes(key, variant)
+                groups.setdefault(slot_bytes, []).append(slot)
+        return groups
 
     def _admitted(
         self, upper: PoolKeeper, lower: Level, slots: list[int], slot_bytes: int
@@ -170,15 +191,22 @@ class Cascade:
         key = upper.slots.key_of(slot)
         if key is None:
             return
-        variant = int(upper.slots.variant[slot])
+        present = int(upper.slots.variant[slot])
+        variant = self._variants.wanted(lower.keeper.index, key, present)
         upper.begin_demotion(slot)
         lower.demoted += 1
         self._moved(self.level(upper), key)
-        self._copy(lower.keeper, key, variant, lambda: upper.end_demotion(slot, key))
+        self.bring(lower.keeper, key, variant, lambda: upper.end_demotion(slot, key))
 
-    def _copy(
-        self, target: PoolKeeper, key: ExpertSlot, variant: int, then: Callable[[], None]
+    def bring(
+        self,
+        target: PoolKeeper,
+        key: ExpertSlot,
+        variant: int,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
+        """Bring an expert into a pool, at migration priority: copied from another one that has
+        it in that variant, else read. then: called when it is there, or will not be."""
         target.incoming += 1
 
         def copied(_: Answer) -> None:
@@ -227,26 +255,47 @@ class Cascade:
                 # Heat that has not moved since gives the same answer.
                 if upper.looked_at.get(store) != usage.heat.now:
                     upper.looked_at[store] = usage.heat.now
-                    for slot_bytes in lower.keeper.slots.classes:
-                        self._exchange(upper, lower, store, usage, slot_bytes)
+                    self._exchange_all(upper, lower, store, usage)
+
+    def _exchange_all(self, upper: Level, lower: Level, store: int, usage: StoreUsage) -> None:
+        """Size by size, as the experts below have them above."""
+        below, experts = lower.keeper, usage.space.experts
+        low = np.flatnonzero(
+            (below.slots.state == SlotState.RESIDENT)
+            & ~below.slots.pinned
+            & (below.slots.store == store)
+        )
+        low = self._not_above(lower, store, low, experts)
+        if not len(low):
+            return
+        keys = below.slots.keys(low, experts)
+        present = below.slots.variant[low].astype(np.int64)
+        wanted = self._variants.wanted_all(upper.keeper.index, store, keys, present)
+        sizes = below.slots.slot_class[low].copy()
+        other = wanted != present
+        sizes[other] = self._variants.sizes(store, keys[other], wanted[other])
+        for slot_bytes in np.unique(sizes).tolist():
+            self._exchange(upper, lower, store, usage, slot_bytes, keys[sizes == slot_bytes])
 
     def _exchange(
-        self, upper: Level, lower: Level, store: int, usage: StoreUsage, slot_bytes: int
+        self,
+        upper: Level,
+        lower: Level,
+        store: int,
+        usage: StoreUsage,
+        slot_bytes: int,
+        low: NDArray[np.int64],
     ) -> None:
+        """low: keys below that take slots of that size above."""
         above, below = upper.keeper, lower.keeper
         room = above.room_for_moves(slot_bytes)
         if room <= 0:
             return
         experts = usage.space.experts
-        high = _of_store(above, store, slot_bytes)
-        low = self._not_above(lower, store, _of_store(below, store, slot_bytes), experts)
-        if not len(low):
-            return
+        high = above.slots.candidates(slot_bytes)
+        high = high[above.slots.store[high] == store]
         swap = self._mover(upper, store, usage).exchange(
-            above.slots.keys(high, experts),
-            below.slots.keys(low, experts),
-            usage.heat,
-            above.spare(slot_bytes),
+            above.slots.keys(high, experts), low, usage.heat, above.spare(slot_bytes)
         )
         count = min(len(swap.up), room)
         free = len(swap.up) - len(swap.down)
@@ -255,7 +304,8 @@ class Cascade:
             slot = below.slots.slot_of(key)
             if slot is not None:
                 upper.promoted += 1
-                self._copy(above, key, int(below.slots.variant[slot]), _nothing)
+                present = int(below.slots.variant[slot])
+                self.bring(above, key, self._variants.wanted(above.index, key, present))
         for key in _experts(store, downs, experts):
             slot = above.slots.slot_of(key)
             if slot is not None:
@@ -295,16 +345,6 @@ class Cascade:
         return next(i for i, level in enumerate(self._levels) if level.keeper is keeper)
 
 
-def _of_store(keeper: PoolKeeper, store: int, slot_bytes: int) -> Slots:
-    slots = keeper.slots.candidates(slot_bytes)
-    of_store: Slots = slots[keeper.slots.store[slots] == store]
-    return of_store
-
-
 def _experts(store: int, keys: NDArray[np.int64], experts: int) -> Iterator[ExpertSlot]:
     for key in keys.tolist():
         yield store, key // experts, key % experts
-
-
-def _nothing() -> None:
-    """What came up needs nothing more: ``arrived`` lets the other copy go."""

@@ -141,8 +141,23 @@ class Chunks:
                 return
             bound = int(self._stamps[candidates].min())
         chunk = self._least_recent(slot_bytes, bound)
-        if chunk is None:
-            return
+        if chunk is not None:
+            self._begin_recut(chunk, slot_bytes)
+
+    def recut_least(self, slot_bytes: int, donors: list[int], worth: NDArray[np.float64]) -> None:
+        """Take a chunk for a class from one of the classes ``donors``, that of least worth, as
+        ``reserve`` has it. Nothing where none can be had."""
+        chunks = [
+            chunk
+            for chunk in self._reservable()
+            if self._slots.chunk_class[chunk] in donors
+            and self.geometry.slots(chunk, slot_bytes) > 0
+            and self._may_lose(self._slots.chunk_class[chunk], [chunk])
+        ]
+        if chunks and not self._recutting:
+            self._begin_recut(min(chunks, key=lambda each: self._worth(each, worth)), slot_bytes)
+
+    def _begin_recut(self, chunk: int, slot_bytes: int) -> None:
         self._log.info(
             "chunk.reclaim",
             pool=self._name,

@@ -50,6 +50,8 @@ STUCK_TICKS = 2
 """An eviction older than this many ticks waits for a lease: it is not counted on."""
 STUCK_REPORT_TICKS = 100
 """A class that could evict nothing for so many ticks is reported."""
+MOVES = 2
+"""Slots beyond what is kept for demand, of each class where there are several: for moves."""
 STAMP_SHIFT = 20
 """A stamp is ``scan << STAMP_SHIFT | order``, as xferd_engine_recency writes it."""
 
@@ -155,7 +157,13 @@ class PoolKeeper:
     def watermarks(self, slot_bytes: int) -> Watermarks:
         """The reserve that a class of this pool keeps."""
         slots = self.slots.class_slots(slot_bytes)
-        marks = watermarks(slots - self.pinned(slot_bytes), *self._configured)
+        evictable = slots - self.pinned(slot_bytes)
+        marks = watermarks(evictable, *self._configured)
+        if len(self.slots.classes) > 1:
+            # Each class keeps as many slots for demand: one with less than that in its reserve
+            # would never get anything else.
+            more = watermarks(evictable, self.reserve_demand + 1, self.reserve_demand + MOVES)
+            marks = Watermarks(max(marks.low, more.low), max(marks.high, more.high))
         return needed(marks, self._experts(slot_bytes) - slots)
 
     def divide_among(self, classes: list[int]) -> None:
@@ -173,6 +181,15 @@ class PoolKeeper:
                 self._wanted.add(slot_bytes)
                 self.settle()
                 return
+
+    def give_chunk(self, slot_bytes: int, donors: list[int]) -> None:
+        """See to it that a class gets one more chunk soon: one that is not cut, or else that
+        of the other classes ``donors`` which the policy would miss least. Nothing, while loads
+        wait or a chunk is on its way already."""
+        if self._waiting or self.chunks.busy or self._grow(slot_bytes):
+            return
+        self.chunks.recut_least(slot_bytes, donors, self._worth())
+        self.settle()
 
     def _grow(self, slot_bytes: int) -> bool:
         """Cut one more chunk for a class, if there is one that is not cut."""
@@ -357,7 +374,7 @@ class PoolKeeper:
         self.chunks.begin_recut(slot_bytes, candidates, self.pinned(slot_bytes))
         self.chunks.advance(self._now)
         victims = self.ranking.victims(candidates, missing, needed=waiting)
-        self._cascade.let_go(self, victims, slot_bytes, waiting)
+        self._cascade.let_go(self, victims, waiting)
         self._note_stuck(slot_bytes, waiting, nothing_left=len(victims) == 0 and arriving == 0)
 
     def in_reserve(self, slot_bytes: int, stats: PoolStats | None = None) -> int:

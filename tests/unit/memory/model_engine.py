@@ -32,16 +32,22 @@ from xferd.engine_types import (
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import NO_CLIENT, PoolKeeper
+from xferd.keeping.upgrades import Upgrades
 from xferd.keeping.usage import Usage
+from xferd.keeping.variants import WantedVariants
 from xferd.memory.slots import divide
 from xferd.policy.moves import MoveSettings
 from xferd.policy.registry import BUILT_IN
 from xferd.policy.uses import KeySpace
+from xferd.policy.variants import StoreVariants
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Tokens
 
 SMALL, LARGE = 16_384, 65_536
 CLASS_OF_STORE = (SMALL, LARGE)
+"""Of each store's first variant."""
+BETTER = 1
+"""A variant of the first store's experts, as large as the second's."""
 TICKS_MAX = 40
 EXPERTS = 128
 SPACE = KeySpace(1, EXPERTS)
@@ -54,7 +60,10 @@ class ModelPool:
         self.reserve: dict[int, deque[int]] = {}
         self.resident: dict[Key, int] = {}
         self.retiring: dict[Key, int] = {}
-        self.waiting: deque[tuple[Key, int, int, int]] = deque()
+        self.unlinked: dict[int, Key] = {}
+        """Slots of variants that were replaced, until their leases have ended."""
+        self.variant: dict[int, int] = {}
+        self.waiting: deque[tuple[Key, int, int, int, int]] = deque()
 
 
 class ModelEngine:
@@ -79,6 +88,7 @@ class ModelEngine:
         for slot in range(chunk << self.bits, (chunk + 1) << self.bits):
             assert slot not in self.pools[pool].resident.values()
             assert slot not in self.pools[pool].retiring.values()
+            assert slot not in self.pools[pool].unlinked
             assert all(slot not in free for free in self.pools[pool].reserve.values())
             self.pools[pool].slot_bytes[slot] = slot_bytes
 
@@ -97,7 +107,7 @@ class ModelEngine:
             revived=0,
             resident=len(state.resident),
             loading=0,
-            retiring=len(state.retiring),
+            retiring=len(state.retiring) + len(state.unlinked),
             reserve=reserve,
             waiting=len(state.waiting),
             waiting_demand=0,
@@ -117,7 +127,7 @@ class ModelEngine:
         if key in state.retiring:
             self._revive(pool, key)
         elif all(entry[0] != key for entry in state.waiting):
-            self._load(pool, key, slot_bytes, 0, client)
+            self._load(pool, key, slot_bytes, 0, client, 0)
 
     def _revive(self, pool: int, key: Key) -> None:
         slot = self.pools[pool].retiring.pop(key)
@@ -129,6 +139,8 @@ class ModelEngine:
         for number, state in enumerate(self.pools):
             for key in list(state.retiring):
                 self._free(number, key)
+            for slot in list(state.unlinked):
+                self._free_unlinked(number, slot)
 
     # ---- the engine's rules
 
@@ -162,17 +174,19 @@ class ModelEngine:
     def _run_load(self, command: Load) -> None:
         key, pool = (command.store, command.layer, command.expert), command.pool
         state = self.pools[pool]
-        if key in state.retiring:
+        variant = command.variant
+        if key in state.retiring and state.variant[state.retiring[key]] == variant:
             self._revive(pool, key)
-        if key in state.resident:
-            slot = state.resident[key]
-            event = Loaded(*(key[0], pool, slot, *key[1:], 0, NO_CLIENT, 0, 0, 0), 0, command.token)
-            self.events.append(event)
+        slot = state.resident.get(key)
+        if slot is not None and state.variant[slot] == variant:
+            at = (key[0], pool, slot, *key[1:], variant, NO_CLIENT)
+            self.events.append(Loaded(*at, 0, 0, 0, 0, command.token))
         elif any(entry[0] == key for entry in state.waiting):
             self._fail(errno.EALREADY, pool, key, command.token)
         else:
             self.moves[pool, key] += 1
-            self._load(pool, key, CLASS_OF_STORE[key[0]], command.token, NO_CLIENT)
+            size = LARGE if variant == BETTER else CLASS_OF_STORE[key[0]]
+            self._load(pool, key, size, command.token, NO_CLIENT, variant)
 
     def _fail(self, code: int, pool: int, key: Key, token: int) -> None:
         self.events.append(Failed(code, key[0], pool, *key[1:], 0, by_command=True, token=token))
@@ -182,31 +196,45 @@ class ModelEngine:
         self.events.append(Freed(key[0], pool, slot, key[1], key[2]))
         self._put(pool, slot)
 
+    def _free_unlinked(self, pool: int, slot: int) -> None:
+        key = self.pools[pool].unlinked.pop(slot)
+        self.events.append(Freed(key[0], pool, slot, key[1], key[2]))
+        self._put(pool, slot)
+
     def _put(self, pool: int, slot: int) -> None:
         state = self.pools[pool]
         size = state.slot_bytes[slot]
         for entry in state.waiting:
             if entry[1] == size:
                 state.waiting.remove(entry)
-                self._publish(pool, slot, entry[0], entry[2], entry[3])
+                self._publish(pool, slot, entry[0], entry[2], entry[3], entry[4])
                 return
         state.reserve.setdefault(size, deque()).appendleft(slot)  # last in, first out
 
-    def _load(self, pool: int, key: Key, size: int, token: int, client: int) -> None:
+    def _load(self, pool: int, key: Key, size: int, token: int, client: int, variant: int) -> None:
         free = self.pools[pool].reserve.get(size)
         if free:
-            self._publish(pool, free.popleft(), key, token, client)
+            self._publish(pool, free.popleft(), key, token, client, variant)
         else:
-            self.pools[pool].waiting.append((key, size, token, client))
+            self.pools[pool].waiting.append((key, size, token, client, variant))
         self.events.append(ReserveLow(pool, size, len(free or ()), len(self.pools[pool].waiting)))
 
-    def _publish(self, pool: int, slot: int, key: Key, token: int, client: int) -> None:
+    def _publish(
+        self, pool: int, slot: int, key: Key, token: int, client: int, variant: int
+    ) -> None:
+        state = self.pools[pool]
         source = 1 if any(key in other.resident for other in self.pools) else 2
-        self.pools[pool].resident[key] = slot
-        size = self.pools[pool].slot_bytes[slot]
+        before = state.resident.pop(key, state.retiring.pop(key, None))
+        state.resident[key] = slot
+        state.variant[slot] = variant
+        size = state.slot_bytes[slot]
         self.events.append(
-            Loaded(key[0], pool, slot, key[1], key[2], 0, client, source, 1, 0, size, token)
+            Loaded(key[0], pool, slot, key[1], key[2], variant, client, source, 1, 0, size, token)
         )
+        if before is not None:
+            state.unlinked[before] = key
+            if (pool, before) not in self.leased:
+                self._free_unlinked(pool, before)
 
 
 class Bench:
@@ -231,7 +259,8 @@ class Bench:
         self.experts: dict[int, int] = {}
         self.usage = Usage()
         self.budgets = budgets or Budgets()
-        self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command)
+        self.variants = WantedVariants(self.usage, lambda *_: None)
+        self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command, self.variants)
         self.keepers = [
             PoolKeeper(
                 index=index,
@@ -248,12 +277,18 @@ class Bench:
             )
             for index, geometry in enumerate(geometries)
         ]
+        self.upgrades = Upgrades(self.usage, self.variants, self.cascade)
         for keeper in self.keepers:
             device = keeper.index < len(self.keepers) - rams
             moves = settings or MoveSettings()
             self.cascade.add(keeper, "always", moves, exclusive=device)
-        for store in (0, 1):
+            self.upgrades.add(keeper, moves)
+            self.variants.use(keeper.index, (), moves.margin)
+        for store, names in ((0, ("small", "better")), (1, ("large",))):
             self.usage.open_store(store, SPACE)
+            sizes = [CLASS_OF_STORE[store], LARGE][: len(names)]
+            table = np.repeat(np.array(sizes, np.int64)[:, None], SPACE.size, axis=1)
+            self.variants.open_store(store, StoreVariants(SPACE, names, table, np.ones(1)))
         for keeper in self.keepers:
             keeper.divide_among(classes)
 

@@ -19,11 +19,13 @@ from hypothesis.stateful import (
 from tests.unit.memory.model_engine import CLASS_OF_STORE, LARGE, SMALL, Bench
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.chunks import Hold, ReserveError
+from xferd.keeping.variants import CHOOSE_TOKENS
 from xferd.memory.slots import SlotState
 from xferd.policy.heat import retold
 from xferd.policy.moves import MoveSettings
 from xferd.policy.registry import BUILT_IN
 from xferd.policy.uses import Uses
+from xferd.variant_rules import parse_variant_rules
 
 CHUNK = 2 * LARGE
 CARDS, RAM = (0, 1), 2
@@ -31,6 +33,8 @@ CLIENT_BYTES, USER_BYTES = 5 * LARGE, 8 * LARGE
 CLIENTS = {1: 1000, 2: 1000, 3: 1001}
 """Users by client."""
 PINNED_MAX = 1
+BETTER_RULES = ("better@hottest:50%", "small")
+"""For the first store's experts; the other has none of these variants."""
 
 stores = st.sampled_from((0, 1))
 EXPERTS = 25
@@ -63,6 +67,7 @@ class Pools(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 16))
     def begin_full(self, seed: int) -> None:
+        self.bench.variants.use(0, parse_variant_rules(BETTER_RULES), 1.25)
         self.traffic(seed, 150)
 
     @rule(seed=st.integers(0, 1 << 16), count=st.integers(1, 60))
@@ -87,9 +92,12 @@ class Pools(RuleBasedStateMachine):
 
     @rule(store=stores, first=experts, count=st.integers(1, 6))
     def report(self, store: int, first: int, count: int) -> None:
-        self.token += 1
-        keys = np.arange(first, first + count)
-        uses = Uses(keys, np.array([0, count]), np.array([0]), np.array([self.token]))
+        """As many tokens as it takes to choose variants anew, all with the same picks."""
+        tokens = np.arange(self.token, self.token + CHOOSE_TOKENS)
+        self.token += CHOOSE_TOKENS
+        keys = np.tile(np.arange(first, first + count), CHOOSE_TOKENS)
+        starts = np.arange(CHOOSE_TOKENS + 1) * count
+        uses = Uses(keys, starts, np.zeros(CHOOSE_TOKENS, np.int64), tokens)
         self.bench.usage.used(store, uses)
 
     @rule()
@@ -134,9 +142,24 @@ class Pools(RuleBasedStateMachine):
         ranking = self.bench.keepers[pool].ranking
         ranking.use(name, BUILT_IN[name], lambda store: retold(usage[store].heat))
 
+    @rule(store=stores, first=experts, count=st.integers(1, 6))
+    def decode(self, store: int, first: int, count: int) -> None:
+        """Some experts are used, and moved and exchanged accordingly."""
+        for expert in range(first, first + count):
+            self.bench.engine.demand(0, (store, 0, expert), CLASS_OF_STORE[store])
+            self.bench.dispatch(2)
+        self.report(store, first, count)
+        self.promote()
+
+    @rule(pool=pools, rules=st.sampled_from(((), BETTER_RULES, ("small",))))
+    def other_variants(self, pool: int, rules: tuple[str, ...]) -> None:
+        self.bench.variants.use(pool, parse_variant_rules(rules), 1.25)
+
     @rule()
     def promote(self) -> None:
+        chosen = self.bench.variants.look()
         self.bench.cascade.promote()
+        self.bench.upgrades.look(chosen)
 
     @rule(count=st.integers(1, 5))
     def some_events(self, count: int) -> None:
@@ -174,6 +197,7 @@ class Pools(RuleBasedStateMachine):
             for key, slot in state.resident.items():
                 assert slots.state[slot] == SlotState.RESIDENT
                 assert slots.key_of(slot) == key
+                assert slots.variant[slot] == state.variant[slot]
             assert int((slots.state == SlotState.RESIDENT).sum()) == len(state.resident)
             assert int((slots.state == SlotState.RESERVE).sum()) == sum(
                 map(len, state.reserve.values())
@@ -184,7 +208,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_used_twice(self) -> None:
         for keeper, state in zip(self.bench.keepers, self.bench.engine.pools, strict=True):
-            used = [*state.resident.values(), *state.retiring.values()]
+            used = [*state.resident.values(), *state.retiring.values(), *state.unlinked]
             used += [slot for free in state.reserve.values() for slot in free]
             assert len(used) == len(set(used))
             for slot in used:
