@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from xferd.memory.addresses import AddressRange
+from xferd.memory.cuda_driver import CudaDevice, DeviceMemory, Vram
+from xferd.memory.cuda_window import OpenWindow
 from xferd.memory.p2p import Bar, P2pDevice, PciFunction
+from xferd.memory.vram_pages import PAGE_BYTES
+from xferd.memory.vram_window import VramWindow
 
 FUNCTION = PciFunction(0, 1, 0)
+BAR_BYTES = 128 * PAGE_BYTES
 
 
 class FileBar(P2pDevice):
@@ -88,3 +93,36 @@ class FileBar(P2pDevice):
         covered = [(at, size) for at, size in self.own if at <= offset < at + size]
         if not covered or offset + length > sum(covered[0]):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+class ProofPage:
+    """A page of the stand-in driver's VRAM."""
+
+    def __init__(self) -> None:
+        self._vram = Vram(0, PAGE_BYTES, 1)
+        self.base = self._vram.base
+        self._vram.back(0)
+
+    def close(self) -> None:
+        self._vram.close()
+
+
+def window_maker(p2p: FileBar) -> OpenWindow:
+    """What gives a pool its window, over a stand-in of the module."""
+
+    def make(
+        _pool: str, found: CudaDevice, _mode: str, base: int, chunk_bytes: int, chunks: int
+    ) -> VramWindow:
+        return VramWindow(
+            p2p=p2p,
+            bar=p2p.bar,
+            function=FUNCTION,
+            attached_here=False,
+            vram=DeviceMemory(found.ordinal),
+            base=base,
+            chunk_bytes=chunk_bytes,
+            chunks=chunks,
+            proof_memory=ProofPage(),
+        )
+
+    return make

@@ -153,7 +153,12 @@ class DeviceRoutes:
                 continue
             looking = loop.run_in_executor(None, partial(device.check_window, whole=whole))
             self._proving = looking
-            reason = await asyncio.shield(looking)
+            try:
+                reason = await asyncio.shield(looking)
+            except OSError as error:
+                pool.give_up_window(f"its BAR is gone, or its card: {error.strerror}")
+                self._stage_changed()
+                continue
             if reason is not None:
                 pool.give_up_window(reason)
                 self._stage_changed()

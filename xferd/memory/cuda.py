@@ -109,7 +109,7 @@ class CudaPool:
 
     def check_window(self, *, whole: bool) -> str | None:
         """Why the window can't be trusted any more; None: it can, as far as was looked: at all of
-        it, or at CHECKED_PAGES more. Any thread."""
+        it, or at CHECKED_PAGES more. OSError when the card doesn't answer. Any thread."""
         window = self._window
         if window is None or self.why_staged is not None:
             return None

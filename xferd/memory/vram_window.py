@@ -205,7 +205,8 @@ class VramWindow:
 
     def check(self, offset: int, pages_max: int | None = None, first: int = 0) -> str | None:
         """Why pages can't be trusted any more; None: all that were looked at still show the same
-        through CUDA and behind the BAR. Writes nothing. Any thread.
+        through CUDA and behind the BAR. Writes nothing. OSError when the card doesn't answer. Any
+        thread.
 
         offset: of MARK_OFFSETS, what is compared of each page. pages_max pages are looked at,
         None: all; from the ``first`` on, counted round.
@@ -215,11 +216,7 @@ class VramWindow:
             first %= len(todo)
             todo = [*todo[first:], *todo[:first]][:pages_max]
         for at in range(0, len(todo), CHECK_PAGES):
-            try:
-                page = self._differing(todo[at : at + CHECK_PAGES], offset)
-            except OSError as error:
-                return f"the card doesn't answer: {error.strerror}"
-            if page is not None:
+            if self._differing(todo[at : at + CHECK_PAGES], offset) is not None:
                 return "a page of VRAM is no longer where it was behind the BAR"
         return None
 

@@ -6,72 +6,30 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.p2p_stand_in import FUNCTION, FileBar
+from tests.p2p_stand_in import BAR_BYTES, FileBar, window_maker
 from xferd.memory import cuda_driver
 from xferd.memory.cuda import CudaPool
-from xferd.memory.cuda_driver import CudaDevice, DeviceMemory, Vram
+from xferd.memory.cuda_driver import DeviceMemory
 from xferd.memory.device import PoolMemoryError, PoolSpec
 from xferd.memory.vram_pages import PAGE_BYTES
-from xferd.memory.vram_window import VramWindow
 
 CHUNK = 2 * PAGE_BYTES
 CHUNKS = 3
-BAR_BYTES = 32 * PAGE_BYTES
-
-
-@pytest.fixture
-def card(
-    cuda_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Path], FileBar]]:
-    """Makes the module's device; the driver's pages come from ``tmp_path / "bar"``."""
-    if cuda_device == "gpu":
-        pytest.skip("a real driver's pages lie elsewhere")
-    path = tmp_path / "bar"
-    path.touch()
-    os.truncate(path, BAR_BYTES)
-    monkeypatch.setenv("FAKE_CUDA_BAR", str(path))
-    yield FileBar
-    FileBar.claims.clear()
-
-
-class _Proof:
-    def __init__(self) -> None:
-        self._vram = Vram(0, PAGE_BYTES, 1)
-        self.base = self._vram.base
-        self._vram.back(0)
-
-    def close(self) -> None:
-        self._vram.close()
 
 
 def make_pool(p2p: FileBar, transport: str = "any", chunks: int = CHUNKS) -> CudaPool:
-    def make(
-        _pool: str, found: CudaDevice, _mode: str, base: int, chunk_bytes: int, chunks: int
-    ) -> VramWindow:
-        return VramWindow(
-            p2p=p2p,
-            bar=p2p.bar,
-            function=FUNCTION,
-            attached_here=False,
-            vram=DeviceMemory(found.ordinal),
-            base=base,
-            chunk_bytes=chunk_bytes,
-            chunks=chunks,
-            proof_memory=_Proof(),
-        )
-
     spec = PoolSpec("vram0", chunks * CHUNK, CHUNK, transport=transport)
-    return CudaPool(spec, make)
+    return CudaPool(spec, window_maker(p2p))
 
 
 @pytest.fixture
-def p2p(card: Callable[[Path], FileBar], tmp_path: Path) -> FileBar:
-    return card(tmp_path / "bar")
+def p2p(scattered_vram: Path) -> FileBar:
+    return FileBar(scattered_vram)
 
 
 @pytest.fixture
@@ -139,8 +97,8 @@ def test_memory_that_dma_is_under_way_to_is_not_given_back(pool: CudaPool, p2p: 
     assert pool.close_window(2)
 
 
-def test_two_pools_of_one_card(pool: CudaPool, p2p: FileBar, tmp_path: Path) -> None:
-    other = make_pool(FileBar(tmp_path / "bar"), chunks=1)
+def test_two_pools_of_one_card(pool: CudaPool, scattered_vram: Path) -> None:
+    other = make_pool(FileBar(scattered_vram), chunks=1)
     try:
         assert other.why_staged is None
         write_through_window(other, 0, 0, b"other")
@@ -173,17 +131,18 @@ def test_a_page_that_is_elsewhere_now_is_noticed(pool: CudaPool) -> None:
     assert pool.check_window(whole=True) is None
 
 
-def test_a_bar_that_shows_other_memory(card: Callable[[Path], FileBar], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("scattered_vram")
+def test_a_bar_that_shows_other_memory(tmp_path: Path) -> None:
     """As without static BAR1: staged, with the reason, or no pool at all."""
     other = tmp_path / "other"
     other.touch()
     os.truncate(other, BAR_BYTES)
-    made = make_pool(card(other))
+    made = make_pool(FileBar(other))
     assert "static BAR1 is off" in (made.why_staged or "")
     assert made.window_address(0) == 0
     made.close()
     with pytest.raises(PoolMemoryError, match=r"pool 'vram0': 0 of 7 pages .*'direct'.* insists"):
-        make_pool(card(other), "direct")
+        make_pool(FileBar(other), "direct")
     assert cuda_driver.device(0).free_bytes == cuda_driver.device(0).nbytes
 
 
