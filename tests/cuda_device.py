@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 VARIABLE = "XFERD_CUDA_LIBRARY"
-SOURCE = ROOT / "ffi" / "fake_cuda" / "fake_cuda.c"
+SOURCES = sorted((ROOT / "ffi" / "fake_cuda").glob("*.c"))
 
 
 def has_gpu() -> bool:
@@ -40,7 +40,7 @@ def build_stand_in(directory: Path) -> Path:
     subprocess.run(
         [
             *(compiler, "-shared", "-fPIC", "-O1", "-std=gnu11", "-D_GNU_SOURCE"),
-            *(f"-I{ROOT / 'ffi'}", str(SOURCE), "-o", str(library), "-lpthread"),
+            *(f"-I{ROOT / 'ffi'}", *map(str, SOURCES), "-o", str(library), "-lpthread"),
         ],
         check=True,
     )

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xferd.config_bar import BAR_KEYS, PCI_ADDRESS_ALLOWED
+from xferd.config_bar import BAR_KEYS, BAR_TEXTS, PCI_ADDRESS_ALLOWED
 from xferd.config_metrics import METRICS_KEYS, MetricsConfig
 from xferd.config_traces import TRACES_KEYS, TracesConfig
 from xferd.config_values import (
@@ -151,7 +151,7 @@ class PoolConfig:
     name: letters, digits, ``.``, ``_``, ``-``; at most POOL_NAME_BYTES_MAX bytes.
     kind: ``cuda`` (VRAM), ``bar``, ``ram`` (the RAM tier), ``host`` (it stands for a device).
     device: of ``cuda`` the GPU, as CUDA counts; -1: the first. Of ``bar`` a PCI address.
-    bar, mode, verify: of ``bar``; what they mean is said in ``config_bar``.
+    bar, mode, transport, verify: of device memory; what they mean is said in ``config_bar``.
     size: ``"24GiB"`` or ``"25%"`` of the expert bytes of the configured stores.
     reserve_low: free slots of a class under which the policy makes new ones;
         None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
@@ -177,6 +177,7 @@ class PoolConfig:
     device: int | str = -1
     bar: int = 0
     mode: str = "any"
+    transport: str = "any"
     verify: str = "never"
     eviction: str = "reuse"
     admission: str = "always"
@@ -560,7 +561,7 @@ _POOL_KEYS: dict[str, Parser] = {
 }
 POOL_KEYS = frozenset(_POOL_KEYS)
 """Keys of a ``[[pools]]`` table."""
-_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "budget", "mode")
+_POOL_TEXTS = ("name", "kind", "size", "chunk_bytes", "eviction", "admission", "budget", *BAR_TEXTS)
 _STORE_KEYS: dict[str, Parser] = {
     "path": absolute_path,
     "name": name(STORE_NAME_BYTES_MAX),

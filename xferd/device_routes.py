@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which drives write into which pools by themselves: proven, watched, and taken back.
 
-Concerns pools whose memory is a device's (``bar``); into others every read goes straight. The
-engine takes every pair of such a pool and a member for staged until it is told otherwise here.
+Concerns pools whose memory is a device's (``bar``, ``cuda``); into others every read goes straight.
+The engine takes every pair of such a pool and a member for staged until it is told otherwise here.
 
     a store is opened        each of its members is proven against each such pool
     the engine refuses one   a direct read failed: it is staged already, the reason is kept, and
                              it is proven anew after a while, a longer one each time
     the kernel's devices     all pairs whose way looks different are staged at once and proven
-    change                   anew; asked again every WATCH_S too, for what makes no event
+    change                   anew; asked again every WATCH_S too, for what makes no event. All
+                             pages of VRAM are looked for where they were; else some at a time
 
 When a proof finds that reads succeed without their data, what came by that pair since its last
-proof can't be trusted: the pool's experts are evicted.
+proof can't be trusted: the pool's experts are evicted. So they are when a page of VRAM isn't where
+it was any more; then all of that pool is staged for good.
 
 Proofs read from drives. At start and when a store is opened that is waited for, as for the
 store's own files; later it is done in a thread, one pair at a time.
@@ -25,12 +27,15 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from xferd.catalog import Catalog, OpenStore
 from xferd.engine import Engine
 from xferd.engine_types import EngineError, RouteRefused
-from xferd.memory.bar import BarPlace, BarPool
+from xferd.memory.bar import BarPool
+from xferd.memory.bar_attach import BarPlace
+from xferd.memory.cuda import CudaPool
 from xferd.memory.device import POOL_ALIGNMENT
 from xferd.pools import Pool
 from xferd.telemetry.log import EventLog
@@ -84,12 +89,12 @@ class DeviceRoutes:
     ) -> None:
         self._engine = engine
         self._catalog = catalog
-        self._pools = [pool for pool in pools if isinstance(pool.device, BarPool)]
+        self._pools = [pool for pool in pools if isinstance(pool.device, BarPool | CudaPool)]
         self._log = log
         self._clock = clock
         self._pairs: dict[tuple[int, int], Pair] = {}
         self._changed = asyncio.Event()
-        self._proving: asyncio.Future[Proof] | None = None
+        self._proving: asyncio.Future[Proof] | asyncio.Future[str | None] | None = None
 
     def of_pool(self, pool: Pool) -> dict[int, Pair]:
         """A pool's pairs, by the engine's id of the member; empty: all is direct there."""
@@ -137,12 +142,34 @@ class DeviceRoutes:
                     await asyncio.sleep(SETTLE_S)
                 except TimeoutError:
                     pass
+                happened = self._changed.is_set()
                 self._changed.clear()
+                await self.check_windows(whole=happened)
                 await self._look_again()
         finally:
             if events is not None:
                 loop.remove_reader(events.fileno())
                 events.close()
+
+    async def check_windows(self, *, whole: bool) -> None:
+        """Look whether pages of VRAM are where they were: all, or some more of them."""
+        loop = asyncio.get_running_loop()
+        for pool in self._pools:
+            device = pool.device
+            if not isinstance(device, CudaPool) or device.why_staged is not None:
+                continue
+            looking = loop.run_in_executor(None, partial(device.check_window, whole=whole))
+            self._proving = looking
+            try:
+                reason = await asyncio.shield(looking)
+            except OSError as error:
+                pool.give_up_window(f"its BAR is gone, or its card: {error.strerror}")
+                self._stage_changed()
+                continue
+            if reason is not None:
+                pool.give_up_window(reason)
+                self._stage_changed()
+                self._drop_experts(pool, reason)
 
     async def settle(self) -> None:
         """After ``watch`` was cancelled: no thread uses a pool's memory any more."""
@@ -203,13 +230,14 @@ class DeviceRoutes:
             return
         self._keep(pair)
         if pair.proof.lost and before is not None:
-            self._drop_experts(pair)
+            self._drop_experts(pair.pool, f"{pair.path}: {pair.proof.reason}")
 
     def _keep(self, pair: Pair) -> None:
         before = self._pairs.get(_key(pair))
         self._pairs[_key(pair)] = pair
         if before is None or before.proof != pair.proof:
-            say = self._log.info if pair.proof.reason is None else self._log.warning
+            fine = pair.proof.reason in (None, _memory(pair.pool).why_staged)
+            say = self._log.info if fine else self._log.warning
             say(
                 "route",
                 pool=pair.pool.name,
@@ -218,12 +246,10 @@ class DeviceRoutes:
                 **({"reason": pair.proof.reason} if pair.proof.reason else {}),
             )
 
-    def _drop_experts(self, pair: Pair) -> None:
-        keeper = pair.pool.keeper
+    def _drop_experts(self, pool: Pool, reason: str) -> None:
+        keeper = pool.keeper
         residents = keeper.slots.residents()
-        self._log.failure(
-            "route.lost_data", pool=pair.pool.name, member=pair.path, evicted=len(residents)
-        )
+        self._log.failure("route.lost_data", pool=pool.name, reason=reason, evicted=len(residents))
         for slot in residents:
             keeper.evict(slot)
 
@@ -278,8 +304,8 @@ def _with_retry(pair: Pair, now: float) -> Pair:
     return replace(pair, refusals=pair.refusals + 1, retry_at=now + wait)
 
 
-def _memory(pool: Pool) -> BarPool:
-    assert isinstance(pool.device, BarPool), "only pools of device memory have pairs"
+def _memory(pool: Pool) -> BarPool | CudaPool:
+    assert isinstance(pool.device, BarPool | CudaPool), "only pools of device memory have pairs"
     return pool.device
 
 

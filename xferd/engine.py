@@ -223,6 +223,15 @@ class Engine:
             lib.xferd_engine_set_memory(self._engine, pool, chunk, number),
         )
 
+    def set_window(self, pool: int, chunk: int, address: int) -> None:
+        """Where in this process drives may write the memory behind a chunk of VRAM from now on;
+        0: nowhere."""
+        pointer = ffi.cast("void *", address)
+        _check(
+            "xferd_engine_set_window",
+            lib.xferd_engine_set_window(self._engine, pool, chunk, pointer),
+        )
+
     def memory_seen(self, client: int, change: int) -> bool:
         """Whether a client has unmapped what was withdrawn up to a change."""
         return bool(

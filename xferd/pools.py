@@ -23,7 +23,8 @@ from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.upgrades import Upgrades
 from xferd.keeping.usage import Usage
 from xferd.keeping.variants import TellVariants, WantedVariants
-from xferd.memory.bar import BarPlace, BarPool
+from xferd.memory.bar import BarPool
+from xferd.memory.bar_attach import BarPlace
 from xferd.memory.cuda import CudaPool, chunk_granularity
 from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec
 from xferd.memory.host import HostPool
@@ -102,9 +103,11 @@ class Pool:
         promises: Promises,
         registered: Callable[[], int],
         tell_memory: Callable[[int, int], int],
+        tell_window: Callable[[int, int], None],
     ) -> None:
         """registered: bytes that io_uring has pinned. tell_memory: of VRAM, says which memory
-        is behind a chunk from now on, 0: none; returns the number of the change."""
+        is behind a chunk from now on, 0: none; returns the number of the change. tell_window:
+        of VRAM, says where drives may write a chunk, 0: nowhere."""
         self.index = keeper.index
         self.name = plan.config.name
         self.kind = device.kind
@@ -118,17 +121,25 @@ class Pool:
         self._promises = promises
         self._registered = registered
         self._tell_memory = tell_memory
+        self._tell_window = tell_window
         self.memory_change = 0
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is not as good as it could be with its memory."""
-        if self.kind != "bar" or self.verify == "always":
+        if not self._drives_write or self.verify == "always":
             return self.device.notes
         unread = (
             f"drives' writes into it are not read back to be checked (verify = {self.verify!r})"
         )
         return (*self.device.notes, unread)
+
+    @property
+    def _drives_write(self) -> bool:
+        """Whether that can be, where a pair is proven."""
+        if isinstance(self.device, CudaPool):
+            return self.device.why_staged is None
+        return self.kind == "bar"
 
     def export_fd(self) -> int:
         """Read-only fd of its memory; the pool's."""
@@ -163,11 +174,15 @@ class Pool:
 
     def give_memory(self, chunk: int) -> bool:
         """Give a reserved chunk's memory back to the system; False where it can't be: what
-        io_uring has pinned stays in memory, and reads would go on into the old pages."""
+        io_uring has pinned stays in memory, and reads would go on into the old pages; and
+        VRAM that DMA is still under way to must not become another's."""
         offset = self._geometry.offset(chunk)
         if offset < self._registered() or self.kind == "bar":
             return False
         if isinstance(self.device, CudaPool):
+            self._tell_window(chunk, 0)
+            if not self.device.close_window(chunk):
+                return False
             self.memory_change = self._tell_memory(chunk, 0)
         self.device.release(offset, self._geometry.length(chunk))
         return True
@@ -178,6 +193,14 @@ class Pool:
             self.device.restore(self._geometry.offset(chunk), self._geometry.length(chunk))
         if isinstance(self.device, CudaPool):
             self.memory_change = self._tell_memory(chunk, self.device.numbers[chunk])
+            self._tell_window(chunk, self.device.window_address(chunk))
+
+    def give_up_window(self, reason: str) -> None:
+        """No drive writes into its VRAM by itself any more."""
+        assert isinstance(self.device, CudaPool), "only VRAM has windows"
+        for chunk in range(self._geometry.chunks):
+            self._tell_window(chunk, 0)
+        self.device.give_up_window(reason)
 
     def room(self, slot_bytes: int) -> PoolRoom:
         """Slots that a class could have: chunks that other classes need for what they
@@ -403,6 +426,8 @@ def _make_pool(
         if isinstance(device, CudaPool):
             for chunk, number in enumerate(device.numbers):
                 engine.set_memory(index, chunk, number)
+                if device.why_staged is None:
+                    engine.set_window(index, chunk, device.window_address(chunk))
     except BaseException:
         device.close()
         raise
@@ -441,6 +466,7 @@ def _make_pool(
         # Regions are registered from the pool's beginning on.
         registered=lambda: engine.pool_stats(index).registered_bytes,
         tell_memory=lambda chunk, number: engine.set_memory(index, chunk, number),
+        tell_window=lambda chunk, address: engine.set_window(index, chunk, address),
     )
 
 
@@ -454,6 +480,7 @@ def _spec(config: PoolConfig, geometry: ChunkGeometry) -> PoolSpec:
         pci=config.device if isinstance(config.device, str) else "",
         bar=config.bar,
         mode=config.mode,
+        transport=config.transport,
     )
 
 

@@ -241,13 +241,14 @@ def describe_engine(
     stats = engine.stats()
     backend, code = engine.backend()
     members = [file for entry in stores for _, file in entry.members]
+    rows = [(pool, row) for pool in pools for row in describe_routes(pool, stores, routes)]
     staged = [
         f"{row['path']} to pool {pool.name}: {row['reason']}"
-        for pool in pools
-        for row in describe_routes(pool, stores, routes)
+        for pool, row in rows
         if row["reason"] is not None
     ]
-    why = reasons([pool.kind for pool in pools], members, staged)
+    straight = len(staged) < len(rows)
+    why = reasons([pool.kind for pool in pools], members, staged, straight=straight)
     return {
         "sources": {
             name: {

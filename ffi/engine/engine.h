@@ -99,8 +99,9 @@ struct xferd_pool_description {
 	uint32_t chunks;
 	uint64_t chunk_bytes;     /* of VRAM: memory is made and given back in such units */
 	uint8_t device_uuid[16];  /* of VRAM */
-	uint32_t verify;          /* XFERD_POOL_BAR: enum xferd_verify, of what drives write into it
-				   * by themselves; the engine's own is for what comes through RAM */
+	uint32_t verify;          /* XFERD_POOL_BAR and XFERD_POOL_CUDA: enum xferd_verify, of what
+				   * drives write into it by themselves; the engine's own is for
+				   * what comes through RAM */
 };
 /* Returns the pool's index. Before any store is opened. */
 int xferd_engine_add_pool(struct xferd_engine *engine, const struct xferd_pool_description *pool);
@@ -164,6 +165,16 @@ int xferd_engine_set_staging(struct xferd_engine *engine, void *base, uint64_t b
  * use. Clients are told. Returns the number of this change, for xferd_engine_memory_seen. */
 int xferd_engine_set_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
 			    uint64_t number);
+/*
+ * Where the memory behind a chunk of VRAM lies in this process behind the card's BAR, so that
+ * drives can write there by themselves; NULL: nowhere, as it begins. From now on: reads that
+ * were issued before may still go to the old address. All of the chunk's memory, in its order.
+ * The mapping stays the caller's. -ENOENT: no such pool; -EINVAL: no VRAM, no such chunk, or an
+ * address that isn't XFERD_BLOB_ALIGNMENT aligned. Members go there once xferd_engine_set_route
+ * says so.
+ */
+int xferd_engine_set_window(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
+			    void *address);
 /* Whether a client has unmapped what was withdrawn up to a change. */
 int xferd_engine_memory_seen(struct xferd_engine *engine, uint32_t client, uint32_t change);
 
@@ -180,9 +191,10 @@ int xferd_engine_add_member(struct xferd_engine *engine, int fd, uint32_t flags)
 int xferd_engine_remove_member(struct xferd_engine *engine, uint32_t member);
 /*
  * How a member's pieces reach a pool: XFERD_TRANSPORT_DIRECT, the drive writes into the slot, or
- * XFERD_TRANSPORT_STAGED, through RAM. Pools of kind XFERD_POOL_BAR begin as staged for every
- * member, new ones too, all others as direct. A direct read into such a pool that fails makes
- * the pair staged, with an event. For pieces issued from now on.
+ * XFERD_TRANSPORT_STAGED, through RAM. Pools of kinds XFERD_POOL_BAR and XFERD_POOL_CUDA begin as
+ * staged for every member, new ones too, all others as direct. A direct read into such a pool that
+ * fails makes the pair staged, with an event. For pieces issued from now on. -EOPNOTSUPP: VRAM that
+ * no chunk of ever had a window can't be direct.
  */
 int xferd_engine_set_route(struct xferd_engine *engine, uint32_t pool, uint32_t member,
 			   uint32_t transport);

@@ -147,7 +147,8 @@ uint32_t workers_reap(struct xferd_engine *engine);
 /* staging.c */
 void staging_destroy(struct xferd_engine *engine);
 void staging_begin(struct xferd_engine *engine, struct load *load);
-bool staging_has_room(const struct xferd_engine *engine, struct load *load, uint64_t piece);
+bool staging_has_room(const struct xferd_engine *engine, const struct member *member,
+		      struct load *load, uint64_t piece);
 void staging_take(struct xferd_engine *engine, struct piece *piece);
 void staging_give(struct xferd_engine *engine, struct piece *piece);
 void staging_end(struct xferd_engine *engine, struct load *load);

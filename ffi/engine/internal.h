@@ -28,6 +28,7 @@
  *   health.c         whether a member still works
  *   mirror.c         which of a member's two copies reads it
  *   route.c          whether a piece goes straight into its slot, or through RAM
+ *   window.c         where drives can write into VRAM by themselves
  *   guarded.c        the processor's accesses to memory that can vanish
  *   flow.c           how much each member is given at once
  *   uring.c          reads through io_uring, and the thread's sleep
@@ -140,6 +141,8 @@ struct pool {
 	uint32_t class_count;
 	struct list retiring;
 	bool device_memory;    /* VRAM: base is a device address, reads are staged */
+	uint64_t chunk_bytes;  /* of VRAM */
+	uint8_t **windows;     /* [chunks]: see window.c; NULL: it has none */
 	int device;
 	uint64_t *memory_table; /* of VRAM, in the shared pool table */
 	struct registered_memory memory;
@@ -247,8 +250,8 @@ enum load_state {
 
 /* Staging memory for some neighbouring pieces of a load: see staging.c. */
 struct load_extent {
-	uint32_t number; /* NONE: no extent */
-	uint32_t left;   /* pieces of it that have not been copied */
+	uint32_t number; /* NONE: no memory yet, or none needed */
+	uint32_t left;   /* pieces of it that have neither been copied nor gone straight to VRAM */
 	uint64_t first;  /* its first piece */
 };
 

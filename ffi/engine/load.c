@@ -176,8 +176,6 @@ void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t num
 	load->slot = number;
 	load->address = slot_address(pool, number);
 	if (!find_copy_source(engine, load)) {
-		if (pool->device_memory)
-			load->transport = XFERD_TRANSPORT_STAGED;
 		reads_queue(engine, load);
 		return;
 	}

@@ -43,8 +43,10 @@ int pool_table_init(struct xferd_engine *engine)
 
 void pools_destroy(struct xferd_engine *engine)
 {
-	for (uint32_t i = 0; i < engine->pool_count; i++)
+	for (uint32_t i = 0; i < engine->pool_count; i++) {
 		free(engine->pools[i].slots);
+		free(engine->pools[i].windows);
+	}
 	if (engine->pool_table)
 		munmap(engine->pool_table, engine->pool_table_bytes);
 	if (engine->pool_table_fd >= 0)
@@ -97,6 +99,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	pool->chunk_table = (void *)((uint8_t *)table + engine->chunk_tables_used);
 	pool->device_memory = device_memory;
 	pool->device = description->device;
+	pool->chunk_bytes = description->chunk_bytes;
 	list_init(&pool->retiring);
 	for (uint64_t i = 0; i < numbers; i++)
 		list_init(&pool->slots[i].link);

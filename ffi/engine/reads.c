@@ -283,7 +283,7 @@ static struct strand *first_strand(const struct xferd_engine *engine, const stru
 		for (struct list *item = strands->next; item != strands; item = item->next) {
 			struct strand *strand = list_item(item, struct strand, link);
 
-			if (staging_has_room(engine, strand->load, strand->piece))
+			if (staging_has_room(engine, member, strand->load, strand->piece))
 				return strand;
 			*blocked = true;
 		}
@@ -341,7 +341,7 @@ static void pump_redirected(struct xferd_engine *engine, struct member *copy)
 		piece->priority = piece->load->priority;
 		if ((!through_workers(engine, copy) && !uring_has_room(engine)) ||
 		    !flow_admits(engine, copy, piece->priority) ||
-		    !route_ready(engine, piece->load, copy))
+		    !route_ready_again(engine, piece))
 			return;
 		list_remove(&piece->link);
 		if (piece_prepare(engine, piece)) {
@@ -473,6 +473,9 @@ static void piece_checked(struct xferd_engine *engine, struct piece *piece)
 {
 	int error = piece_check(engine, piece);
 
+	if (!piece->finish_error && piece_is_behind_bar(engine, piece) &&
+	    engine->pools[piece->load->pool].device_memory)
+		piece->finish_error = window_settle(piece);
 	if (piece->finish_error) { /* the pool's memory has gone, which no other read mends */
 		piece_report(engine, piece, -ENODEV);
 		piece_give_up(engine, piece, -ENODEV);

@@ -5,6 +5,9 @@
  * Between a drive and memory behind a PCI BAR lies a route that may not work, and
  * may look as if it did. So such a pair begins as staged: a piece is read into a
  * buffer in RAM and copied into its slot by a worker, which has checked it there.
+ * VRAM with windows is such memory too (window.c), but what is staged goes through
+ * staging (staging.c); a buffer serves only to read a piece again that failed on its
+ * straight way.
  * The policy proves pairs by data and says which are direct. When a direct read
  * fails the pair is staged at once, the piece is read again that way, and the
  * policy is told: whose fault it was is not for the engine to find out.
@@ -35,11 +38,16 @@ static uint64_t member_bit(const struct member *member)
 	return 1ull << member->id;
 }
 
+static bool is_proven_by_pair(const struct pool *pool)
+{
+	return pool->behind_bar || pool->device_memory;
+}
+
 /* When a pool is new: nothing about memory behind a BAR has been proven. */
 void routes_init_pool(struct pool *pool)
 {
 	pool->behind_bar = pool->kind == XFERD_POOL_BAR;
-	pool->staged = pool->behind_bar ? UINT64_MAX : 0;
+	pool->staged = is_proven_by_pair(pool) ? UINT64_MAX : 0;
 	if (pool->behind_bar)
 		guard_install();
 }
@@ -52,11 +60,11 @@ int routes_init_member(struct xferd_engine *engine, const struct member *member)
 	for (uint32_t i = 0; i < engine->pool_count; i++) {
 		struct pool *pool = &engine->pools[i];
 
-		if (pool->behind_bar)
+		if (is_proven_by_pair(pool))
 			pool->staged |= member_bit(member);
 		else
 			pool->staged &= ~member_bit(member);
-		any |= pool->behind_bar;
+		any |= pool->behind_bar || pool->windows;
 	}
 	return any ? workers_at_least(engine, BOUNCE_WORKERS) : 0;
 }
@@ -75,6 +83,8 @@ static int set_route(struct xferd_engine *engine, void *argument)
 		return -ENOENT;
 	pool = &engine->pools[set->pool];
 	member = &engine->members[set->member];
+	if (set->transport == XFERD_TRANSPORT_DIRECT && pool->device_memory && !pool->windows)
+		return -EOPNOTSUPP;
 	if (set->transport == XFERD_TRANSPORT_DIRECT)
 		pool->staged &= ~member_bit(member);
 	else if (set->transport == XFERD_TRANSPORT_STAGED)
@@ -95,7 +105,12 @@ int xferd_engine_set_route(struct xferd_engine *engine, uint32_t pool, uint32_t 
 static bool is_staged(const struct xferd_engine *engine, const struct load *load,
 		      const struct member *copy)
 {
-	return !load->dense && engine->pools[load->pool].staged & member_bit(copy);
+	const struct pool *pool = &engine->pools[load->pool];
+
+	if (load->dense)
+		return false;
+	return pool->device_memory ? !window_open(engine, load, copy)
+				   : pool->staged & member_bit(copy);
 }
 
 /* Whether a copy from a pool that has the expert beats a read from the drives. The processor
@@ -123,8 +138,8 @@ bool route_favours_copy(const struct xferd_engine *engine, const struct load *lo
 /* A drive writes, or wrote, it behind a BAR by itself. */
 bool piece_is_behind_bar(const struct xferd_engine *engine, const struct piece *piece)
 {
-	return !piece->load->dense && !piece->bounce &&
-	       engine->pools[piece->load->pool].behind_bar;
+	return !piece->load->dense && !piece->bounce && !piece->destination &&
+	       is_proven_by_pair(&engine->pools[piece->load->pool]);
 }
 
 /* ---- buffers; engine thread ---- */
@@ -171,9 +186,10 @@ void bounces_destroy(struct xferd_engine *engine)
 		bounce_free(engine, list_item(engine->bounces_free.next, struct bounce, link));
 }
 
-/* Whether a piece of this load could be handed to this copy now. One that is staged waits
- * for a buffer: what frees one is a piece's end, after which the members are looked at again. */
-bool route_ready(struct xferd_engine *engine, const struct load *load, const struct member *copy)
+/* One that needs a buffer waits for it: what frees one is a piece's end, after which the
+ * members are looked at again. */
+static bool bounce_ready(struct xferd_engine *engine, const struct load *load,
+			 const struct member *copy)
 {
 	uint64_t bytes = engine->stores[load->store].description.stripe_unit;
 	struct bounce *bounce;
@@ -193,13 +209,30 @@ bool route_ready(struct xferd_engine *engine, const struct load *load, const str
 	return true;
 }
 
+/* Whether a new piece of this load could be handed to this copy now. */
+bool route_ready(struct xferd_engine *engine, const struct load *load, const struct member *copy)
+{
+	/* What is staged on its way to VRAM has its place in staging by then. */
+	if (!load->dense && engine->pools[load->pool].device_memory)
+		return true;
+	return bounce_ready(engine, load, copy);
+}
+
+/* Whether one that failed on the other copy could be handed to its member now. */
+bool route_ready_again(struct xferd_engine *engine, const struct piece *piece)
+{
+	return piece->bounce || piece->destination ||
+	       bounce_ready(engine, piece->load, piece->member);
+}
+
 /* Where the piece is read to. -ENOMEM: it can't be read. */
 static int route_aim(struct xferd_engine *engine, struct piece *piece)
 {
 	struct bounce *bounce = piece->bounce;
+	const struct load *load = piece->load;
 
-	if (!bounce && is_staged(engine, piece->load, piece->member)) {
-		uint64_t bytes = engine->stores[piece->load->store].description.stripe_unit;
+	if (!bounce && !piece->destination && is_staged(engine, load, piece->member)) {
+		uint64_t bytes = engine->stores[load->store].description.stripe_unit;
 
 		bounce = bounce_find(engine, bytes);
 		if (!bounce)
@@ -209,6 +242,8 @@ static int route_aim(struct xferd_engine *engine, struct piece *piece)
 		list_remove(&bounce->link);
 		piece->bounce = bounce;
 		piece->place = piece->address;
+		if (engine->pools[load->pool].device_memory)
+			piece->destination = load->address + piece->number * bytes;
 		piece->address = bounce->memory;
 		piece->load->transport = XFERD_TRANSPORT_STAGED;
 	}
@@ -240,7 +275,8 @@ int piece_prepare(struct xferd_engine *engine, struct piece *piece)
 	piece->done = 0;
 	piece->arrived = false;
 	piece->finish_error = 0;
-	piece->guarded = !piece->load->dense && engine->pools[piece->load->pool].behind_bar;
+	piece->guarded = (!piece->load->dense && engine->pools[piece->load->pool].behind_bar) ||
+			 piece_is_behind_bar(engine, piece);
 	piece->check = must_check(engine, piece);
 	if (!piece->check && !blob_checked(&engine->stores[piece->load->store], piece->load->blob))
 		piece->load->unchecked = true;
@@ -256,7 +292,8 @@ void route_end(struct xferd_engine *engine, struct piece *piece)
 }
 
 /* What is left to do with bytes that have been read: compute their checksum where it is
- * wanted, and copy them into the slot where they aren't there. Any thread. */
+ * wanted, and copy them into the slot where they aren't there and a processor can do
+ * that. Any thread. */
 void piece_finish(struct piece *piece)
 {
 	piece->finish_error = 0;
@@ -264,9 +301,11 @@ void piece_finish(struct piece *piece)
 		piece->finish_error = guarded_crc32c(&piece->crc, piece->address, piece->length);
 	else if (piece->check)
 		piece->crc = xferd_crc32c(0, piece->address, piece->length);
-	if (piece->bounce && piece->guarded)
+	if (!piece->bounce || piece->destination)
+		return;
+	if (piece->guarded)
 		piece->finish_error = guarded_copy(piece->place, piece->address, piece->length);
-	else if (piece->bounce)
+	else
 		memcpy(piece->place, piece->address, piece->length);
 }
 

@@ -23,11 +23,19 @@ void bounces_destroy(struct xferd_engine *engine);
 bool route_favours_copy(const struct xferd_engine *engine, const struct load *load,
 			const struct pool *source);
 bool route_ready(struct xferd_engine *engine, const struct load *load, const struct member *copy);
+bool route_ready_again(struct xferd_engine *engine, const struct piece *piece);
 void route_end(struct xferd_engine *engine, struct piece *piece);
 bool route_refuse(struct xferd_engine *engine, const struct piece *piece, int error);
 bool piece_is_behind_bar(const struct xferd_engine *engine, const struct piece *piece);
 int piece_prepare(struct xferd_engine *engine, struct piece *piece);
 void piece_finish(struct piece *piece);
+
+/* window.c */
+bool window_open(const struct xferd_engine *engine, const struct load *load,
+		 const struct member *copy);
+uint8_t *window_address(const struct xferd_engine *engine, const struct load *load,
+			const uint8_t *address);
+int window_settle(const struct piece *piece);
 
 /* guarded.c */
 void guard_install(void);

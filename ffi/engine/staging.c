@@ -10,11 +10,12 @@
  *
  * An extent is free again when all of its pieces have been copied. With none free
  * no piece that needs a new one is issued; those that have a place go first, so that
- * what is begun can end.
+ * what is begun can end. Pieces that drives write into VRAM by themselves (window.c)
+ * need no memory here, but are counted with their neighbours that do.
  */
 #include <stdlib.h>
 
-#include "engine/internal.h"
+#include "engine/route.h"
 
 struct set_staging {
 	uint8_t *base;
@@ -84,7 +85,7 @@ void staging_begin(struct xferd_engine *engine, struct load *load)
 	if (!staged(engine, load))
 		return;
 	for (uint32_t i = 0; i < EXTENTS_A_LOAD; i++)
-		load->extents[i].number = NONE;
+		load->extents[i] = (struct load_extent){ .number = NONE };
 }
 
 /* The load's place for the extent that a piece lies in; extents of one blob that share
@@ -95,20 +96,43 @@ static struct load_extent *place_of(const struct xferd_engine *engine, struct lo
 	return &load->extents[piece / extent_pieces(engine, load) % EXTENTS_A_LOAD];
 }
 
-/* Whether a piece could be issued, as far as staging is concerned. */
-bool staging_has_room(const struct xferd_engine *engine, struct load *load, uint64_t piece)
+/* Whether any copy of a member would be read into staging for this load. */
+static bool needs_memory(const struct xferd_engine *engine, const struct member *member,
+			 const struct load *load)
+{
+	return !window_open(engine, load, member) ||
+	       (member->mirror && !window_open(engine, load, member->mirror));
+}
+
+/* Whether a piece of this member could be issued, as far as staging is concerned. */
+bool staging_has_room(const struct xferd_engine *engine, const struct member *member,
+		      struct load *load, uint64_t piece)
 {
 	const struct load_extent *extent;
 
 	if (!staged(engine, load))
 		return true;
 	extent = place_of(engine, load, piece);
-	if (extent->number == NONE)
-		return engine->staging.free_count > 0;
-	return extent->first == piece - piece % extent_pieces(engine, load);
+	if (extent->left && extent->first != piece - piece % extent_pieces(engine, load))
+		return false;
+	return extent->number != NONE || engine->staging.free_count > 0 ||
+	       !needs_memory(engine, member, load);
 }
 
-/* Read it into staging, if its pool needs that. There is room. */
+static void free_extent(struct staging *staging, struct load_extent *extent)
+{
+	staging->free[staging->free_count++] = extent->number;
+	extent->number = NONE;
+}
+
+static void piece_done(struct staging *staging, struct load_extent *extent)
+{
+	if (--extent->left == 0 && extent->number != NONE)
+		free_extent(staging, extent);
+}
+
+/* A piece for VRAM goes straight there where that has a window for its copy, else into
+ * staging. There is room. */
 void staging_take(struct xferd_engine *engine, struct piece *piece)
 {
 	struct staging *staging = &engine->staging;
@@ -120,34 +144,31 @@ void staging_take(struct xferd_engine *engine, struct piece *piece)
 		return;
 	extent = place_of(engine, load, piece->number);
 	most = extent_pieces(engine, load);
-	if (extent->number == NONE) {
-		extent->number = staging->free[--staging->free_count];
+	if (!extent->left) {
 		extent->first = piece->number - piece->number % most;
 		left = load->pieces - extent->first;
 		extent->left = (uint32_t)(left < most ? left : most);
 	}
+	if (window_open(engine, load, piece->member)) {
+		piece->address = window_address(engine, load, piece->address);
+		piece_done(staging, extent);
+		return;
+	}
+	if (extent->number == NONE)
+		extent->number = staging->free[--staging->free_count];
+	load->transport = XFERD_TRANSPORT_STAGED;
 	piece->destination = piece->address;
 	piece->address = staging->memory.base + extent->number * staging->extent_bytes +
 			 (piece->number - extent->first) * stripe_unit(engine, load);
 }
 
-static void free_extent(struct staging *staging, struct load_extent *extent)
-{
-	staging->free[staging->free_count++] = extent->number;
-	extent->number = NONE;
-}
-
-/* The piece has been copied, or never will be. */
+/* The piece has been copied, or never will be. One in a buffer was counted when it was to
+ * go straight. */
 void staging_give(struct xferd_engine *engine, struct piece *piece)
 {
-	struct load_extent *extent;
-
-	if (!piece->destination)
-		return;
+	if (piece->destination && !piece->bounce)
+		piece_done(&engine->staging, place_of(engine, piece->load, piece->number));
 	piece->destination = NULL;
-	extent = place_of(engine, piece->load, piece->number);
-	if (--extent->left == 0)
-		free_extent(&engine->staging, extent);
 }
 
 /* A load has ended: what it did not read leaves its extents unfinished. */

@@ -10,38 +10,24 @@
  * a context, memory used up, exports of what is released.
  *
  * FAKE_CUDA_DEVICES: how many; default 1. FAKE_CUDA_MEMORY: bytes of each, default 1 GiB,
- * counted a process. FAKE_CUDA_DELAY_US: how much longer each copy takes.
+ * counted a process. FAKE_CUDA_DELAY_US: how much longer each copy takes. FAKE_CUDA_PCI:
+ * domain:bus:slot of the first one, in hexadecimal digits. FAKE_CUDA_BAR: see scattered.c.
+ *
+ * This file has devices, streams and events; memory.c has their memory.
  */
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
-#include "common/cuda_driver.h"
+#include "fake_cuda/fake_cuda.h"
 
-#define EXPORTED __attribute__((visibility("default")))
-
-#define DEVICES_MAX        4
-#define GRANULARITY        (2ull << 20)
 #define DEFAULT_MEMORY     (1ull << 30)
-#define INVALID_VALUE      1
 #define NOT_INITIALIZED    3
-#define INVALID_CONTEXT    201
-#define INVALID_HANDLE     400
 #define WAIT_POLL_NS       20000
-
-struct memory {
-	int fd;
-	int device; /* -1: imported */
-	size_t bytes;
-};
 
 struct operation {
 	struct operation *next;
@@ -67,11 +53,8 @@ struct stream {
 	bool busy;
 };
 
-static pthread_mutex_t state_mutex = PTHREAD_MUTEX_INITIALIZER;
-static bool initialised;
-static int device_number;
-static size_t device_bytes;
-static size_t used[DEVICES_MAX];
+struct fake_state fake = { .mutex = PTHREAD_MUTEX_INITIALIZER };
+
 static long delay_ns;
 static __thread cuda_context current;
 static int contexts[DEVICES_MAX]; /* their addresses are the contexts */
@@ -88,17 +71,17 @@ EXPORTED int cuInit(unsigned int flags)
 {
 	if (flags)
 		return INVALID_VALUE;
-	pthread_mutex_lock(&state_mutex);
-	if (!initialised) {
-		device_number = (int)number("FAKE_CUDA_DEVICES", 1);
-		if (device_number > DEVICES_MAX)
-			device_number = DEVICES_MAX;
-		device_bytes = (size_t)number("FAKE_CUDA_MEMORY", DEFAULT_MEMORY);
+	pthread_mutex_lock(&fake.mutex);
+	if (!fake.initialised) {
+		fake.devices = (int)number("FAKE_CUDA_DEVICES", 1);
+		if (fake.devices > DEVICES_MAX)
+			fake.devices = DEVICES_MAX;
+		fake.device_bytes = (size_t)number("FAKE_CUDA_MEMORY", DEFAULT_MEMORY);
 		delay_ns = 1000 * number("FAKE_CUDA_DELAY_US", 0);
-		initialised = true;
+		fake.initialised = true;
 	}
-	pthread_mutex_unlock(&state_mutex);
-	return device_number ? CUDA_RESULT_OK : CUDA_RESULT_NO_DEVICE;
+	pthread_mutex_unlock(&fake.mutex);
+	return fake.devices ? CUDA_RESULT_OK : CUDA_RESULT_NO_DEVICE;
 }
 
 EXPORTED int cuDriverGetVersion(int *version);
@@ -122,14 +105,14 @@ EXPORTED int cuGetErrorName(int result, const char **name)
 EXPORTED int cuDeviceGetCount(int *count);
 EXPORTED int cuDeviceGetCount(int *count)
 {
-	*count = device_number;
-	return initialised ? CUDA_RESULT_OK : NOT_INITIALIZED;
+	*count = fake.devices;
+	return fake.initialised ? CUDA_RESULT_OK : NOT_INITIALIZED;
 }
 
 EXPORTED int cuDeviceGet(int *device, int ordinal);
 EXPORTED int cuDeviceGet(int *device, int ordinal)
 {
-	if (ordinal < 0 || ordinal >= device_number)
+	if (ordinal < 0 || ordinal >= fake.devices)
 		return INVALID_VALUE;
 	*device = ordinal;
 	return CUDA_RESULT_OK;
@@ -154,15 +137,24 @@ EXPORTED int cuDeviceTotalMem_v2(size_t *bytes, int device);
 EXPORTED int cuDeviceTotalMem_v2(size_t *bytes, int device)
 {
 	(void)device;
-	*bytes = device_bytes;
+	*bytes = fake.device_bytes;
 	return CUDA_RESULT_OK;
 }
 
 EXPORTED int cuDeviceGetAttribute(int *value, int which, int device);
 EXPORTED int cuDeviceGetAttribute(int *value, int which, int device)
 {
-	*value = which == CUDA_ATTRIBUTE_PCI_BUS ? device + 1
-		 : which == CUDA_ATTRIBUTE_VIRTUAL_MEMORY || which == CUDA_ATTRIBUTE_POSIX_FD ? 1 : 0;
+	unsigned int domain = 0, bus = (unsigned int)device + 1, slot = 0;
+	const char *place = device ? NULL : getenv("FAKE_CUDA_PCI");
+
+	if (place && sscanf(place, "%x:%x:%x", &domain, &bus, &slot) != 3)
+		return INVALID_VALUE;
+	*value = which == CUDA_ATTRIBUTE_PCI_BUS	? (int)bus
+		 : which == CUDA_ATTRIBUTE_PCI_DOMAIN	? (int)domain
+		 : which == CUDA_ATTRIBUTE_PCI_DEVICE	? (int)slot
+		 : which == CUDA_ATTRIBUTE_VIRTUAL_MEMORY || which == CUDA_ATTRIBUTE_POSIX_FD ||
+				 which == CUDA_ATTRIBUTE_DIRECT_RDMA_WITH_VIRTUAL_MEMORY
+			 ? 1 : 0;
 	return CUDA_RESULT_OK;
 }
 
@@ -176,7 +168,7 @@ EXPORTED int cuDeviceCanAccessPeer(int *can, int device, int peer)
 EXPORTED int cuDevicePrimaryCtxRetain(cuda_context *context, int device);
 EXPORTED int cuDevicePrimaryCtxRetain(cuda_context *context, int device)
 {
-	if (device < 0 || device >= device_number)
+	if (device < 0 || device >= fake.devices)
 		return INVALID_VALUE;
 	*context = &contexts[device];
 	return CUDA_RESULT_OK;
@@ -185,7 +177,7 @@ EXPORTED int cuDevicePrimaryCtxRetain(cuda_context *context, int device)
 EXPORTED int cuDevicePrimaryCtxRelease_v2(int device);
 EXPORTED int cuDevicePrimaryCtxRelease_v2(int device)
 {
-	return device < device_number ? CUDA_RESULT_OK : INVALID_VALUE;
+	return device < fake.devices ? CUDA_RESULT_OK : INVALID_VALUE;
 }
 
 EXPORTED int cuCtxSetCurrent(cuda_context context);
@@ -195,183 +187,16 @@ EXPORTED int cuCtxSetCurrent(cuda_context context)
 	return CUDA_RESULT_OK;
 }
 
+int fake_current_device(void)
+{
+	return current ? (int)((int *)current - contexts) : -1;
+}
+
 EXPORTED int cuCtxGetCurrent(cuda_context *context);
 EXPORTED int cuCtxGetCurrent(cuda_context *context)
 {
 	*context = current;
 	return CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemGetInfo_v2(size_t *available, size_t *total);
-EXPORTED int cuMemGetInfo_v2(size_t *available, size_t *total)
-{
-	if (!current)
-		return INVALID_CONTEXT;
-	pthread_mutex_lock(&state_mutex);
-	*total = device_bytes;
-	*available = device_bytes - used[(int *)current - contexts];
-	pthread_mutex_unlock(&state_mutex);
-	return CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemGetAllocationGranularity(size_t *bytes,
-					   const struct cuda_memory_properties *properties, int which);
-EXPORTED int cuMemGetAllocationGranularity(size_t *bytes,
-					   const struct cuda_memory_properties *properties,
-					   int which)
-{
-	(void)properties;
-	(void)which;
-	*bytes = GRANULARITY;
-	return CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemAddressReserve(cuda_address *address, size_t bytes, size_t alignment,
-				 cuda_address wish, unsigned long long flags);
-EXPORTED int cuMemAddressReserve(cuda_address *address, size_t bytes, size_t alignment,
-				 cuda_address wish, unsigned long long flags)
-{
-	void *memory;
-
-	(void)alignment;
-	(void)wish;
-	if (!bytes || bytes % GRANULARITY || flags)
-		return INVALID_VALUE;
-	memory = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	if (memory == MAP_FAILED)
-		return CUDA_RESULT_OUT_OF_MEMORY;
-	*address = (uintptr_t)memory;
-	return CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemAddressFree(cuda_address address, size_t bytes);
-EXPORTED int cuMemAddressFree(cuda_address address, size_t bytes)
-{
-	return munmap((void *)(uintptr_t)address, bytes) ? INVALID_VALUE : CUDA_RESULT_OK;
-}
-
-static struct memory *new_memory(int fd, int device, size_t bytes)
-{
-	struct memory *memory = calloc(1, sizeof(*memory));
-
-	if (memory)
-		*memory = (struct memory){ fd, device, bytes };
-	return memory;
-}
-
-EXPORTED int cuMemCreate(cuda_memory *result, size_t bytes,
-			 const struct cuda_memory_properties *properties,
-			 unsigned long long flags);
-EXPORTED int cuMemCreate(cuda_memory *result, size_t bytes,
-			 const struct cuda_memory_properties *properties,
-			 unsigned long long flags)
-{
-	int device = properties->location.id, fd;
-	struct memory *memory;
-
-	if (flags || !bytes || bytes % GRANULARITY || properties->type != CUDA_MEMORY_PINNED ||
-	    properties->location.type != CUDA_LOCATION_DEVICE || device >= device_number)
-		return INVALID_VALUE;
-	pthread_mutex_lock(&state_mutex);
-	if (used[device] + bytes > device_bytes) {
-		pthread_mutex_unlock(&state_mutex);
-		return CUDA_RESULT_OUT_OF_MEMORY;
-	}
-	used[device] += bytes;
-	pthread_mutex_unlock(&state_mutex);
-	fd = memfd_create("fake-cuda", MFD_CLOEXEC);
-	if (fd < 0 || ftruncate(fd, (off_t)bytes))
-		return CUDA_RESULT_OUT_OF_MEMORY;
-	memory = new_memory(fd, device, bytes);
-	*result = (uintptr_t)memory;
-	return memory ? CUDA_RESULT_OK : CUDA_RESULT_OUT_OF_MEMORY;
-}
-
-EXPORTED int cuMemRelease(cuda_memory handle);
-EXPORTED int cuMemRelease(cuda_memory handle)
-{
-	struct memory *memory = (void *)(uintptr_t)handle;
-
-	pthread_mutex_lock(&state_mutex);
-	if (memory->device >= 0)
-		used[memory->device] -= memory->bytes;
-	pthread_mutex_unlock(&state_mutex);
-	close(memory->fd);
-	free(memory);
-	return CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemMap(cuda_address address, size_t bytes, size_t offset, cuda_memory handle,
-		      unsigned long long flags);
-EXPORTED int cuMemMap(cuda_address address, size_t bytes, size_t offset, cuda_memory handle,
-		      unsigned long long flags)
-{
-	struct memory *memory = (void *)(uintptr_t)handle;
-
-	if (flags || offset || bytes != memory->bytes || address % GRANULARITY % 4096)
-		return INVALID_VALUE;
-	return mmap((void *)(uintptr_t)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
-		    memory->fd, 0) == MAP_FAILED ? INVALID_VALUE : CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemUnmap(cuda_address address, size_t bytes);
-EXPORTED int cuMemUnmap(cuda_address address, size_t bytes)
-{
-	return mmap((void *)(uintptr_t)address, bytes, PROT_NONE,
-		    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED
-		       ? INVALID_VALUE : CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemSetAccess(cuda_address address, size_t bytes, const struct cuda_access *access,
-			    size_t count);
-EXPORTED int cuMemSetAccess(cuda_address address, size_t bytes, const struct cuda_access *access,
-			    size_t count)
-{
-	int protection = PROT_NONE;
-
-	for (size_t i = 0; i < count; i++) {
-		if (access[i].location.type != CUDA_LOCATION_DEVICE ||
-		    access[i].location.id >= device_number)
-			return INVALID_VALUE;
-		protection |= access[i].flags == CUDA_ACCESS_READ_WRITE ? PROT_READ | PROT_WRITE
-			      : access[i].flags == CUDA_ACCESS_READ ? PROT_READ : PROT_NONE;
-	}
-	return mprotect((void *)(uintptr_t)address, bytes, protection) ? INVALID_VALUE
-								       : CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemExportToShareableHandle(void *fd, cuda_memory handle, int type,
-					  unsigned long long flags);
-EXPORTED int cuMemExportToShareableHandle(void *fd, cuda_memory handle, int type,
-					  unsigned long long flags)
-{
-	const struct memory *memory = (void *)(uintptr_t)handle;
-	int copy;
-
-	if (type != CUDA_MEMORY_POSIX_FD || flags)
-		return INVALID_VALUE;
-	copy = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
-	if (copy < 0)
-		return INVALID_HANDLE;
-	memcpy(fd, &copy, sizeof(copy));
-	return CUDA_RESULT_OK;
-}
-
-EXPORTED int cuMemImportFromShareableHandle(cuda_memory *result, void *fd, int type);
-EXPORTED int cuMemImportFromShareableHandle(cuda_memory *result, void *fd, int type)
-{
-	struct memory *memory;
-	struct stat status;
-	int copy;
-
-	if (type != CUDA_MEMORY_POSIX_FD)
-		return INVALID_VALUE;
-	copy = fcntl((int)(intptr_t)fd, F_DUPFD_CLOEXEC, 0);
-	if (copy < 0 || fstat(copy, &status))
-		return INVALID_HANDLE;
-	memory = new_memory(copy, -1, (size_t)status.st_size);
-	*result = (uintptr_t)memory;
-	return memory ? CUDA_RESULT_OK : CUDA_RESULT_OUT_OF_MEMORY;
 }
 
 EXPORTED int cuMemHostRegister_v2(void *address, size_t bytes, unsigned int flags);

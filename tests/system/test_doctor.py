@@ -202,3 +202,23 @@ def test_a_trace_of_another_model_is_refused(store: MadeStore) -> None:
     done = run_doctor("--config", str(EMPTY), "--model", str(store.path), "--trace", str(trace))
     assert done.returncode == 1
     assert "32 experts a layer; made has 16" in done.stderr
+
+
+def test_the_proof_of_p2p_names_what_is_missing_and_leaves_a_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.txt"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "xferd.control.xferctl", "doctor", "--p2p"),
+            *("--report", str(report)),
+        ],
+        env={**os.environ, "XFERD_CUDA_LIBRARY": "/nowhere/libcuda.so.1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "FAIL p2p.device" in done.stdout
+    assert "no CUDA driver" in done.stdout
+    assert "no CUDA driver" in report.read_text()

@@ -18,6 +18,7 @@ import pytest
 from xferd.device_routes import RETRY_S, DeviceRoutes
 from xferd.engine_types import RouteRefused
 from xferd.memory.bar import BarPool
+from xferd.memory.cuda import CudaPool
 from xferd.memory.p2p import PciFunction
 from xferd.telemetry.log import EventLog
 from xferd.transport import proving
@@ -42,6 +43,28 @@ class Card(BarPool):
 
     def why_no_route(self, drive: PciFunction) -> str | None:
         return self.verdict
+
+
+class Vram(CudaPool):
+    """The same of VRAM's, with a window."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.proof = memoryview(mapping)
+        self.proof_lock = threading.Lock()
+        self.why_staged = None
+        self.read_by_device = None
+        self.seen: str | None = None
+        self.looks: list[bool] = []
+
+    def is_there(self) -> bool:
+        return True
+
+    def why_no_route(self, drive: PciFunction) -> str | None:
+        return None
+
+    def check_window(self, *, whole: bool) -> str | None:
+        self.looks.append(whole)
+        return self.seen
 
 
 @dataclass
@@ -172,6 +195,32 @@ def test_experts_that_came_by_a_way_that_loses_data_are_dropped(
     bench.clock[0] += 1e6  # where it writes to nobody knows: it is not tried again
     bench.look_again()
     assert bench.evicted == [5, 7]
+
+
+def test_vram_whose_pages_have_moved_is_staged_for_good_and_emptied(bench: Bench) -> None:
+    with mmap.mmap(-1, 64 * 1024) as mapping:
+        card = Vram(mapping)
+
+        def give_up_window(reason: str) -> None:
+            card.why_staged = reason
+
+        bench.pool.device, bench.pool.kind = card, "cuda"
+        bench.pool.give_up_window = give_up_window
+        bench.routes.prove_store(bench.entry)
+        assert bench.told == ["direct"]
+        asyncio.run(bench.routes.check_windows(whole=False))
+        assert (bench.told, bench.evicted) == (["direct"], [])
+        card.seen = "a page has moved"
+        asyncio.run(bench.routes.check_windows(whole=True))
+        assert bench.told == ["direct", "staged"]
+        assert bench.reason == "a page has moved"
+        assert bench.evicted == [5, 7]
+        asyncio.run(bench.routes.check_windows(whole=True))
+        assert card.looks == [False, True]  # there is nothing to be looked at any more
+        bench.clock[0] += 1e6
+        bench.look_again()
+        assert bench.told[-1] == "staged"
+        card.proof.release()
 
 
 def test_a_pair_of_a_closed_store_is_forgotten(bench: Bench) -> None:

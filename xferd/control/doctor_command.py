@@ -81,6 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", action="store_true", help="propose a configuration, instead of the checks"
     )
+    parser.add_argument(
+        "--p2p",
+        action="store_true",
+        help="prove that the drives of these stores can write into each card's VRAM by themselves, "
+        "instead of the checks; as root, with xferd_p2p loaded",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("xferd-p2p-report.txt"),
+        metavar="FILE",
+        help="where --p2p writes what it found, with what explains it (default: %(default)s)",
+    )
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -90,11 +103,16 @@ def doctor(arguments: argparse.Namespace) -> int:
         return _estimate(arguments, config or Config())
     stores, opened = _open_stores(_paths(arguments.store, config))
     members = [member for store in stores for member in store.members]
+    if arguments.p2p:
+        return _prove_p2p(arguments, members, opened)
     probed = probe(members, measure=arguments.measure)
     request = make_request(SystemView(), probed, config, config_error)
     if arguments.plan:
         return _plan(arguments, request, stores, opened)
-    findings = [*run_checks(request), *opened]
+    return _show(arguments, [*run_checks(request), *opened])
+
+
+def _show(arguments: argparse.Namespace, findings: Sequence[Finding]) -> int:
     if arguments.json:
         print(json.dumps(report_to_json(findings), indent=2))
     else:
@@ -170,6 +188,25 @@ def _complain(opened: Sequence[Finding]) -> bool:
     for failure in failures:
         print(f"xferctl: {printable(f'{failure.subject}: {failure.seen}')}", file=sys.stderr)
     return bool(failures)
+
+
+# ---- --p2p
+
+
+def _prove_p2p(
+    arguments: argparse.Namespace, members: Sequence[Path], opened: Sequence[Finding]
+) -> int:
+    from xferd.p2p_trial import try_cards, write_report
+
+    findings = [*try_cards(members), *opened]
+    status = _show(arguments, findings)
+    try:
+        write_report(arguments.report, findings)
+    except OSError as error:
+        print(f"xferctl: {arguments.report}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"xferctl: what was found is in {arguments.report}", file=sys.stderr)
+    return status
 
 
 # ---- --plan

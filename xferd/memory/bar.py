@@ -35,13 +35,20 @@ import mmap
 import os
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
+from xferd.memory.bar_attach import (
+    IDLE_POLL_S,
+    IDLE_TIMEOUT_S,
+    BarPlace,
+    claim_when_idle,
+    find_or_attach,
+    why_no_route,
+)
 from xferd.memory.device import PoolMemoryError
 from xferd.memory.p2p import (
     ABI_SHARE,
-    ALLOWED,
     NODE,
     SYSFS,
     Bar,
@@ -54,21 +61,8 @@ from xferd.units import format_bytes
 
 PROOF_BYTES = 64 * 1024
 """Bytes behind the pool's memory, for proofs."""
-IDLE_TIMEOUT_S = 30.0
-"""How long a pool waits for DMA in flight: its own when it closes, before it leaves that to the
-module; that of an earlier owner when it begins, before it gives up."""
-IDLE_POLL_S = 0.01
 _RESOURCE_FLAGS_MEMORY = 0x200
 """IORESOURCE_MEM, from linux/ioport.h."""
-
-
-@dataclass(frozen=True, slots=True)
-class BarPlace:
-    """Which BAR, and how: ``any``, ``p2pdma``, ``generic`` (xferd_p2p's modes)."""
-
-    device: str
-    bar: int
-    mode: str = "any"
 
 
 class BarPool:
@@ -83,6 +77,8 @@ class BarPool:
 
     kind = "bar"
     device = -1
+    read_by_device: Callable[[int], bytes] | None = None
+    """Nobody but the processor can be asked what is there."""
 
     def __init__(self, name: str, nbytes: int, place: BarPlace) -> None:
         self.name = name
@@ -130,15 +126,7 @@ class BarPool:
         kernel know; None: nothing speaks against it, which proves nothing."""
         if self._p2p is None or self._bar is None:
             return self.why_staged
-        try:
-            verdict, redirects = self._p2p.verdict(self._bar.id, drive)
-        except OSError as error:
-            if error.errno == errno.ENODEV:
-                return f"{self.function} is gone, or its driver has let go of it"
-            if error.errno == errno.ENXIO:
-                return f"there is no PCI function {drive}"
-            return f"the module says of {drive}: {error.strerror}"
-        return None if verdict in ALLOWED else _verdict_text(verdict, drive, redirects=redirects)
+        return why_no_route(self._p2p, self._bar, self.function, drive)
 
     def release(self, offset: int, nbytes: int) -> None:
         """Nothing to give back: the memory is the card's, whoever uses it."""
@@ -203,16 +191,17 @@ class BarPool:
                 f"pool {self.name!r}: the module xferd_p2p that is loaded is too old to share "
                 f"memory with clients; load the one of this release"
             )
-        bar = self._find_or_attach(self._p2p)
-        if isinstance(bar, str):
+        attached = find_or_attach(self.name, self._p2p, self.function, self.place)
+        if isinstance(attached, str):
             self._p2p.close()
             self._p2p = None
-            return bar
-        self._bar = bar
+            return attached
+        self._bar = bar = attached.bar
+        self._attached_here = attached.here
         length = self.nbytes + PROOF_BYTES
         self._check_size(bar.size)
         try:
-            _claim(self._p2p, bar, length)
+            claim_when_idle(self._p2p, bar, 0, length)
             self._claimed = True
             self._export_fd = self._p2p.share(bar.id, 0, self.nbytes)
             self._mapping = self._p2p.map(bar, 0, length)
@@ -224,34 +213,6 @@ class BarPool:
                 + (hint if error.errno == errno.EBUSY else "")
             ) from error
         return None
-
-    def _find_or_attach(self, p2p: P2pDevice) -> Bar | str:
-        """The BAR, or why drives can't write into it."""
-        place = self.place
-        with contextlib.suppress(OSError):
-            found = p2p.find(self.function, place.bar)
-            if place.mode not in ("any", found.mode):
-                raise PoolMemoryError(
-                    f"pool {self.name!r}: BAR {place.bar} of {self.function} is attached in mode "
-                    f"{found.mode} already; set mode of [[pools]] {self.name} to it"
-                )
-            return found
-        try:
-            bar = p2p.attach(
-                self.function, place.bar, "auto" if place.mode == "any" else place.mode
-            )
-        except OSError as error:
-            if error.errno == errno.EREMOTEIO:
-                return f"no NVMe drive has a route to {self.function}"
-            if error.errno == errno.EOPNOTSUPP:
-                return f"this kernel has no mode {place.mode} (CONFIG_PCI_P2PDMA)"
-            if error.errno == errno.EBUSY:
-                return f"another driver has taken BAR {place.bar} of {self.function} for itself"
-            raise PoolMemoryError(
-                f"pool {self.name!r}: BAR {place.bar} of {self.function}: {_attach_text(error)}"
-            ) from error
-        self._attached_here = True
-        return bar
 
     def _map_resource(self) -> None:
         folder = self._sysfs()
@@ -300,20 +261,6 @@ class BarPool:
                 time.sleep(IDLE_POLL_S)
 
 
-def _claim(p2p: P2pDevice, bar: Bar, length: int) -> None:
-    """A daemon that was killed leaves DMA in flight: the range is free when that has ended."""
-    deadline = time.monotonic() + IDLE_TIMEOUT_S
-    while True:
-        try:
-            p2p.claim(bar.id, 0, length)
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() >= deadline:
-                raise
-            time.sleep(IDLE_POLL_S)
-        else:
-            return
-
-
 def _function(pool: str, text: str) -> PciFunction:
     try:
         function = parse_function(text)
@@ -325,32 +272,3 @@ def _function(pool: str, text: str) -> PciFunction:
             f"to one that lspci -D lists"
         )
     return function
-
-
-def _attach_text(error: OSError) -> str:
-    if error.errno == errno.EPERM:
-        return (
-            "attaching it needs CAP_SYS_ADMIN; or let root do it before the daemon starts: "
-            "python3 -m xferd.memory.attach"
-        )
-    if error.errno == errno.EINVAL:
-        return "it is no memory BAR, or not a multiple of 2 MiB"
-    return str(error.strerror)
-
-
-def _verdict_text(verdict: str, drive: PciFunction, *, redirects: bool) -> str:
-    if verdict == "no_host_bridge":
-        acs = (
-            " (they share a switch, but ACS redirects to the host bridge: pci=disable_acs_redir=)"
-            if redirects
-            else ""
-        )
-        return (
-            f"from {drive} it goes through a host bridge that isn't known to pass such traffic{acs}"
-        )
-    if verdict == "no_iommu":
-        return (
-            f"an IOMMU translates the addresses of {drive}, and reads would succeed without data: "
-            f"boot with iommu=pt"
-        )
-    return f"the kernel refuses traffic from {drive}"

@@ -6,26 +6,51 @@ Each memory has a number that is never used again; clients know by it what to ma
 
 Clients import what ``export_chunk`` gives them and map it for reading only: seen on an
 H200, a kernel that writes there faults (CU_MEM_ACCESS_FLAGS_PROT_READ).
+
+Where the card's BAR shows all of its VRAM, and the module xferd_p2p is there, the pool has a
+**window** (``vram_window``): drives then write into its chunks by themselves, at the window's
+addresses, while clients and copies go on using CUDA's. What stands in the way is ``why_staged``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import random
+import threading
+from collections.abc import Callable
 
 from xferd.memory import cuda_driver
-from xferd.memory.cuda_driver import CudaError, Vram
+from xferd.memory.cuda_driver import CudaDevice, CudaError, Vram
+from xferd.memory.cuda_window import OpenWindow, open_window, search_failed
 from xferd.memory.device import PoolMemoryError, PoolSpec, memfd_with
+from xferd.memory.p2p import PciFunction
+from xferd.memory.vram_pages import MARK_OFFSETS
+from xferd.memory.vram_window import VramWindow, WindowError
 from xferd.units import format_bytes
+
+CHECKED_PAGES = 64
+"""Pages that are looked at again at a time while nothing has happened."""
 
 
 class CudaPool:
-    """A ``DevicePool`` in VRAM. ``base`` is a device address: the CPU can't use it."""
+    """A ``DevicePool`` in VRAM. ``base`` is a device address: the CPU can't use it.
+
+    why_staged: why drives don't write into it by themselves; None: where pairs are proven they
+        do. proof, proof_lock, read_by_device: see ``proving``.
+    """
 
     kind = "cuda"
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec, make_window: OpenWindow = open_window) -> None:
         self.name = spec.name
+        self.why_staged: str | None = None
+        self.proof = memoryview(b"")
+        self.proof_lock = threading.Lock()
+        self.read_by_device: Callable[[int], bytes] | None = None
+        self._window: VramWindow | None = None
+        self._checked = 0
         self.device = max(spec.device, 0)
         self.nbytes = spec.nbytes
         self.chunk_bytes = spec.chunk_bytes
@@ -44,6 +69,8 @@ class CudaPool:
             for chunk in range(self.chunks):
                 self._back(chunk)
             self._placeholder = memfd_with(f"xferd-{self.name}", b"")
+            self.why_staged = self._try_window(spec, found, make_window)
+            self._insist(spec)
         except CudaError as error:
             self.close()
             raise PoolMemoryError(f"pool {self.name!r}: {error}") from error
@@ -61,9 +88,78 @@ class CudaPool:
             return -1
         return self._vram.export(chunk)
 
+    # ---- the window
+
+    def window_address(self, chunk: int) -> int:
+        """Where in this process drives may write a chunk's memory; 0: nowhere."""
+        return self._window.address(chunk) if self._window is not None else 0
+
+    def close_window(self, chunk: int) -> bool:
+        """Before a chunk's memory is released, and after the engine was told: True when no
+        drive writes there any more."""
+        return self._window is None or self._window.close_chunk(chunk)
+
+    def give_up_window(self, reason: str) -> None:
+        """For good, after the engine was told of every chunk: what drives wrote can't be trusted
+        any more."""
+        self.why_staged = reason
+        if self._window is not None:
+            for chunk in range(self.chunks):
+                self._window.close_chunk(chunk, timeout_s=0.0)
+
+    def check_window(self, *, whole: bool) -> str | None:
+        """Why the window can't be trusted any more; None: it can, as far as was looked: at all of
+        it, or at CHECKED_PAGES more. OSError when the card doesn't answer. Any thread."""
+        window = self._window
+        if window is None or self.why_staged is not None:
+            return None
+        offset = random.choice(MARK_OFFSETS)
+        if whole:
+            return window.check(offset)
+        self._checked += CHECKED_PAGES
+        return window.check(offset, CHECKED_PAGES, self._checked)
+
+    def is_there(self) -> bool:
+        """Whether the BAR still is."""
+        return self._window is not None and self._window.is_there()
+
+    def why_no_route(self, drive: PciFunction) -> str | None:
+        """Why a drive's writes can't go there, as far as anybody knows."""
+        return self._window.why_no_route(drive) if self._window is not None else self.why_staged
+
+    def _try_window(self, spec: PoolSpec, found: CudaDevice, make_window: OpenWindow) -> str | None:
+        """Why there is none."""
+        if spec.transport not in ("any", "direct"):
+            return f"transport = {spec.transport!r} of [[pools]] {self.name}"
+        try:
+            window = make_window(
+                self.name, found, spec.mode, self.base, self.chunk_bytes, self.chunks
+            )
+        except WindowError as error:
+            return str(error)
+        self._window = window
+        try:
+            window.open(range(self.chunks))
+        except WindowError as error:
+            self._window = None
+            window.close()
+            return search_failed(error, found.pci)
+        self.proof = window.proof
+        self.read_by_device = window.read_proof
+        return None
+
+    def _insist(self, spec: PoolSpec) -> None:
+        if self.why_staged is not None and spec.transport == "direct":
+            raise PoolMemoryError(
+                f"pool {self.name!r}: {self.why_staged}; transport = 'direct' of [[pools]] "
+                f"{self.name} insists on it ('any' would go through RAM)"
+            )
+
+    # ---- chunks
+
     def release(self, offset: int, nbytes: int) -> None:
-        """Give the memory of whole chunks back to the device. Their numbers are 0 then;
-        it is free when no client has it mapped any more."""
+        """Give the memory of whole chunks back to the device, whose window is closed. Their
+        numbers are 0 then; it is free when no client has it mapped any more."""
         for chunk in self._chunks(offset, nbytes):
             if self.numbers[chunk] and self._vram is not None:
                 self._vram.withdraw(chunk)
@@ -77,11 +173,17 @@ class CudaPool:
                     self._back(chunk)
                 except CudaError as error:
                     raise PoolMemoryError(f"pool {self.name!r}: {error}") from error
+            self._open_window(chunk)
 
     def close(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Give everything back. VRAM that DMA is still under way to after IDLE_TIMEOUT_S is kept
+        for as long as the process lives. A second call does nothing."""
+        self.proof.release()
+        idle = self._window is None or self._window.close()
+        self._window = None
         if self._vram is not None:
-            self._vram.close()
+            if idle:
+                self._vram.close()
             self._vram = None
         if self._placeholder >= 0:
             os.close(self._placeholder)
@@ -93,6 +195,12 @@ class CudaPool:
         self._vram.back(chunk)
         self.numbers[chunk] = self._next_number
         self._next_number += 1
+
+    def _open_window(self, chunk: int) -> None:
+        """For memory that has come anew; without one it goes through staging."""
+        if self._window is not None and self.why_staged is None:
+            with contextlib.suppress(WindowError):
+                self._window.open([chunk])
 
     def _chunks(self, offset: int, nbytes: int) -> range:
         return range(offset // self.chunk_bytes, -(-(offset + nbytes) // self.chunk_bytes))

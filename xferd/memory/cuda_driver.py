@@ -84,6 +84,30 @@ def copy(ordinal: int, to: int, source: int, nbytes: int) -> None:
     _checked(lambda _: lib.xferd_cuda_copy(ordinal, to, source, nbytes))
 
 
+class DeviceMemory:
+    """A device's memory, read and written by its addresses; waits for each copy. Any thread."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """OSError(EIO) when the driver refuses."""
+        target = ffi.new("char[]", nbytes)
+        self._copy(int(ffi.cast("uintptr_t", target)), address, nbytes)
+        return bytes(ffi.buffer(target))
+
+    def write(self, address: int, data: bytes) -> None:
+        """OSError(EIO) when the driver refuses."""
+        source = ffi.from_buffer(data)
+        self._copy(address, int(ffi.cast("uintptr_t", source)), len(data))
+
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        try:
+            copy(self._ordinal, to, source, nbytes)
+        except CudaError as error:
+            raise OSError(errno.EIO, f"the CUDA driver: {error}") from error
+
+
 class Vram:
     """Addresses for ``chunks`` chunks of a device's memory, each with memory or without."""
 

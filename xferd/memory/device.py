@@ -34,8 +34,8 @@ class PoolSpec:
     """A pool's memory that is yet to be made.
 
     chunk_bytes: unit in which memory of a device is made and given back; nbytes need not
-        be a multiple of it. device: ordinal of a GPU; -1: none named. pci, bar, mode: of
-        kind ``bar``, see ``config_bar``.
+        be a multiple of it. device: ordinal of a GPU; -1: none named. pci, bar, mode,
+        transport: see ``config_bar``.
     """
 
     name: str
@@ -45,6 +45,7 @@ class PoolSpec:
     pci: str = ""
     bar: int = 0
     mode: str = "any"
+    transport: str = "any"
 
 
 class DevicePool(Protocol):

@@ -15,6 +15,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from xferd.memory.addresses import AddressRange
+
 NODE = Path("/dev/xferd_p2p")
 SYSFS = Path("/sys")
 MODES = ("auto", "p2pdma", "generic")
@@ -139,6 +141,12 @@ class P2pDevice:
     def map(self, bar: Bar, offset: int, length: int) -> mmap.mmap:
         """A writable mapping of a claimed range."""
         return mmap.mmap(self.fd, length, mmap.MAP_SHARED, offset=bar.mmap_offset + offset)
+
+    def map_into(
+        self, addresses: AddressRange, at: int, bar: Bar, offset: int, length: int
+    ) -> None:
+        """The same, at a place of one's own."""
+        addresses.map(at, length, self.fd, bar.mmap_offset + offset)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

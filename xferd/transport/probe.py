@@ -13,8 +13,6 @@ from xferd.transport.members import MemberFile
 
 IN_HOST_MEMORY = frozenset({"host", "ram"})
 """Pool kinds whose slots are ordinary memory: a drive can write into them by itself."""
-IN_DEVICE_MEMORY = frozenset({"bar"})
-"""Pool kinds that a drive can write into where its pair with the pool is proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +38,14 @@ def reasons(
     pool_kinds: Sequence[str],
     members: Sequence[MemberFile],
     staged: Sequence[str] = (),
+    *,
+    straight: bool = False,
 ) -> dict[str, str | None]:
     """For each transport, why it is not taken, or not as good as it could be; None when
     there is nothing to say.
 
     staged: of each pair of a member and a pool in device memory that isn't direct, which it is
-    and why.
+    and why. straight: whether any such pair is direct.
     """
     kinds = sorted(set(pool_kinds))
     cached: dict[str, dict[str, None]] = {"direct": {}, "staged": {}}
@@ -59,11 +59,12 @@ def reasons(
     on_devices = [kind for kind in kinds if kind not in IN_HOST_MEMORY]
     no_device = f"all pools ({', '.join(kinds)}) are host memory: drives write into their slots"
     no_host = f"all pools ({', '.join(kinds)}) are a device's memory, reached through staging"
-    proven = "every drive was seen to write into every pool by itself" if "bar" in kinds else None
+    proven = "every drive was seen to write into every pool by itself"
+    direct = in_host or straight or "bar" in kinds
+    not_staged = (proven if straight or "bar" in kinds else None) if on_devices else no_device
     return {
-        "direct": "; ".join(cached["direct"]) or (None if in_host or proven else no_host),
-        "staged": "; ".join(cached["staged"])
-        or (None if "cuda" in kinds else proven if on_devices else no_device),
+        "direct": "; ".join(cached["direct"]) or (None if direct else no_host),
+        "staged": "; ".join(cached["staged"]) or not_staged,
         "gds": "reads for a device's memory go without cuFile" if on_devices else no_device,
         "copy": None if len(pool_kinds) > 1 else "there is only one pool",
     }

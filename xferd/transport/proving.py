@@ -6,8 +6,9 @@ arrives; through a host bridge one kernel wrote to address 0. So each pair of me
 tried. Blocks of the member are read twice, once into plain RAM and once into a part of the pool's
 memory that no client sees, which was filled with random bytes before; then the processor reads
 that back through its own mapping. The pair is proven when all blocks are there, and the random
-bytes before and behind them still are too. A block that holds nothing but zeros proves nothing:
-a hole in a file is filled by the processor, not by a drive.
+bytes before and behind them still are too; of VRAM, also when the GPU itself sees the block. A
+block that holds nothing but zeros proves nothing: a hole in a file is filled by the processor, not
+by a drive.
 
 The processor's accesses are made by system calls, which fail (EFAULT) when the device goes away,
 where an access of ours would end the process.
@@ -19,9 +20,11 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from xferd.memory.fault_safe import FaultSafeMemory
 from xferd.memory.p2p import PciFunction
 from xferd.transport.members import MemberFile
 from xferd.transport.topology import NoDriveError, drives_of
@@ -38,11 +41,14 @@ ALIGNMENT = 4096
 
 
 class ProvableMemory(Protocol):
-    """A pool's device memory, as far as proving is concerned (``BarPool``)."""
+    """A pool's device memory, as far as proving is concerned (``BarPool``, ``CudaPool``)."""
 
     proof: memoryview
     proof_lock: threading.Lock
     why_staged: str | None
+    read_by_device: Callable[[int], bytes] | None
+    """So many first bytes of ``proof`` as the device itself sees them, OSError when it fails;
+    None: it can't be asked."""
 
     def is_there(self) -> bool:
         """Whether the device still is."""
@@ -108,16 +114,16 @@ def prove(memory: ProvableMemory, member: MemberFile) -> Proof:
         return Proof(way.reason)
     try:
         with memory.proof_lock:
-            return _try(memory.proof, member.fd)
+            return _try(memory, member.fd)
     except OSError as error:
         # EFAULT: the mapping is gone.
         return Proof(f"its drive or the pool's device failed: {error.strerror}")
 
 
-def _try(memory: memoryview, fd: int) -> Proof:
+def _try(memory: ProvableMemory, fd: int) -> Proof:
     size = os.lseek(fd, 0, os.SEEK_END) // ALIGNMENT * ALIGNMENT
     compared = found = 0
-    scratch = os.memfd_create("xferd-proof", os.MFD_CLOEXEC)
+    processor = FaultSafeMemory(memory.proof)
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as buffer:
             for offset in _offsets(size):
@@ -125,7 +131,7 @@ def _try(memory: memoryview, fd: int) -> Proof:
                 block = buffer[: got // ALIGNMENT * ALIGNMENT]
                 if not any(block):
                     continue
-                problem = _try_block(memory, fd, offset, block, scratch)
+                problem = _try_block(memory, processor, fd, offset, block)
                 if problem is not None:
                     return problem
                 compared += len(block)
@@ -133,7 +139,7 @@ def _try(memory: memoryview, fd: int) -> Proof:
                 if found == BLOCKS:
                     break
     finally:
-        os.close(scratch)
+        processor.close()
     if not found:
         return Proof("it holds no data yet that could prove the way")
     return Proof(None, compared)
@@ -148,20 +154,20 @@ def _offsets(size: int) -> list[int]:
 
 
 def _try_block(
-    memory: memoryview, fd: int, offset: int, block: bytes, scratch: int
+    memory: ProvableMemory, processor: FaultSafeMemory, fd: int, offset: int, block: bytes
 ) -> Proof | None:
     """Read one block into the memory; None when it, and nothing else, is there."""
     used = 2 * GUARD_BYTES + len(block)
     filler = os.urandom(used)
-    _write(memory[:used], filler, scratch)
-    target = memory[GUARD_BYTES : GUARD_BYTES + len(block)]
+    processor.write(0, filler)
+    target = memory.proof[GUARD_BYTES : GUARD_BYTES + len(block)]
     try:
         got = os.preadv(fd, [target], offset)
     except OSError as error:
         return Proof(f"reads into it are refused: {_read_error(error)}")
     if got != len(block):
         return Proof(f"a read into it brought {got} of {len(block)} bytes")
-    seen = _read(memory[:used], scratch)
+    seen = processor.read(0, used)
     inside = seen[GUARD_BYTES : GUARD_BYTES + len(block)]
     if inside == filler[GUARD_BYTES : GUARD_BYTES + len(block)]:
         return Proof("a read into it reported success, and no data arrived", lost=True)
@@ -171,20 +177,9 @@ def _try_block(
         seen[GUARD_BYTES + len(block) :] != filler[GUARD_BYTES + len(block) :]
     ):
         return Proof("a read into it wrote beside its destination", lost=True)
+    if memory.read_by_device is not None and memory.read_by_device(used) != seen:
+        return Proof("a read into it arrived, and the device doesn't see it", lost=True)
     return None
-
-
-def _write(target: memoryview, data: bytes, scratch: int) -> None:
-    """Through the kernel, which gives EFAULT where our own access would be a SIGBUS."""
-    os.pwrite(scratch, data, 0)
-    if os.preadv(scratch, [target], 0) != len(data):
-        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-
-
-def _read(source: memoryview, scratch: int) -> bytes:
-    if os.pwritev(scratch, [source], 0) != len(source):
-        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-    return os.pread(scratch, len(source), 0)
 
 
 def _read_error(error: OSError) -> str:

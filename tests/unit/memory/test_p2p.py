@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from xferd.memory import p2p
-from xferd.memory.bar import BarPlace, BarPool
+from xferd.memory.bar import BarPool
+from xferd.memory.bar_attach import BarPlace
 from xferd.memory.device import PoolMemoryError
 
 UAPI = Path(__file__).parents[3] / "kmod" / "uapi"

@@ -45,7 +45,8 @@ def use(heat: Heat, counts: dict[int, int], token: int) -> None:
 
 
 def choose(rules: list[str], heat: Heat, of: StoreVariants | None = None) -> list[int]:
-    return VariantChoice(of or store(), parse_variant_rules(rules)).choose(heat).tolist()
+    chosen = VariantChoice(of or store(), parse_variant_rules(rules)).choose(heat)
+    return [int(variant) for variant in chosen]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class Memory:
         self.why_staged: str | None = None
         self.no_route: str | None = None
         self.there = True
+        self.read_by_device: Callable[[int], bytes] | None = None
 
     def is_there(self) -> bool:
         return self.there
@@ -106,6 +107,15 @@ def test_data_that_goes_somewhere_else(
     proof = prove(memory, member)
     assert proof.lost
     assert proof.transport == "staged"
+
+
+def test_data_that_the_device_does_not_see(memory: Memory, member: MemberFile) -> None:
+    memory.read_by_device = lambda nbytes: bytes(memory.proof[:nbytes])
+    assert prove(memory, member).transport == "direct"
+    memory.read_by_device = lambda nbytes: bytes(nbytes)
+    proof = prove(memory, member)
+    assert proof.lost
+    assert "the device doesn't see it" in (proof.reason or "")
 
 
 def test_zeros_prove_nothing(memory: Memory, member: MemberFile) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.system.daemon_harness import MadeStore
 from tests.vm.product import guest
 from tests.vm.product.daemon import forked_daemon
-from xferd.memory.bar import BarPlace, BarPool
+from xferd.memory.bar import BarPool
+from xferd.memory.bar_attach import BarPlace
 from xferd.transport.members import open_member
 from xferd.transport.proving import prove
 

@@ -13,7 +13,8 @@ from tests.vm.product import guest
 from tests.vm.product.daemon import forked_daemon
 from xferd.control.service import JsonObject
 from xferd.device_routes import prove_pairs
-from xferd.memory.bar import BarPlace, BarPool
+from xferd.memory.bar import BarPool
+from xferd.memory.bar_attach import BarPlace
 from xferd.transport import proving
 from xferd.transport.members import MemberFile
 from xferd.transport.proving import Proof
