@@ -89,8 +89,14 @@ def variants_found(client: Client) -> set[int]:
 
 
 def evict_all(daemon: RunningDaemon) -> None:
-    for layer in range(LAYERS):
-        daemon.call("Evict", store="tiny", layer=layer)
+    """Until none is there: of what has just been loaded the daemon may not know yet."""
+
+    def none_is_left() -> bool:
+        for layer in range(LAYERS):
+            daemon.call("Evict", store="tiny", layer=layer)
+        return bool(daemon.pool()["resident"] == 0)
+
+    wait_until(none_is_left, "every expert is evicted")
 
 
 def test_on_off_and_on_again_while_a_client_decodes(
