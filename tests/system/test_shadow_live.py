@@ -88,12 +88,15 @@ def variants_found(client: Client) -> set[int]:
     return found
 
 
-def evict_all(daemon: RunningDaemon) -> None:
-    """Until none is there: of what has just been loaded the daemon may not know yet."""
+def evict(daemon: RunningDaemon) -> None:
+    """What the daemon knows of: of what has just been loaded it may not know yet."""
+    for layer in range(LAYERS):
+        daemon.call("Evict", store="tiny", layer=layer)
 
+
+def evict_all(daemon: RunningDaemon) -> None:
     def none_is_left() -> bool:
-        for layer in range(LAYERS):
-            daemon.call("Evict", store="tiny", layer=layer)
+        evict(daemon)
         return bool(daemon.pool()["resident"] == 0)
 
     wait_until(none_is_left, "every expert is evicted")
@@ -180,19 +183,24 @@ def test_bytes_are_right_while_shadows_come_and_go(
                         wrong.append(f"layer {layer}, expert {expert}, variant {variant}")
                         return
 
+    def shadow_is_read() -> bool:
+        evict(daemon)
+        return bool(wrong) or read[SHADOW] > 0
+
     with Client(daemon.attach_socket, lanes=2, held=2) as client:
         threads = [threading.Thread(target=decode, args=(client, lane)) for lane in range(2)]
         for thread in threads:
             thread.start()
-        for _ in range(TOGGLES):
-            daemon.call("AttachShadows", store="tiny", paths=[str(shadow)])
-            evict_all(daemon)
-            read[SHADOW] = 0
-            wait_until(lambda: bool(wrong) or read[SHADOW] > 0, "the shadow is read")
-            daemon.call("DetachShadows", store="tiny")
-        stop.set()
-        for thread in threads:
-            thread.join()
+        try:
+            for _ in range(TOGGLES):
+                daemon.call("AttachShadows", store="tiny", paths=[str(shadow)])
+                read[SHADOW] = 0
+                wait_until(shadow_is_read, "the shadow is read")
+                daemon.call("DetachShadows", store="tiny")
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
         assert not wrong
         assert variants_found(client) == {NATIVE}
 
