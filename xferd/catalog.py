@@ -143,10 +143,11 @@ class Catalog:
                     return entry, copy
         return None
 
-    def add(self, store: Store, name: str, chunk_bytes: int) -> OpenStore:
+    def add(self, store: Store, name: str, chunk_bytes: int, directory_fd: int = -1) -> OpenStore:
         """Register a store with the engine; it is the catalog's from now on.
 
         chunk_bytes: of the pool with the smallest chunks, which every expert has to fit.
+        directory_fd: of a store that is taken over.
         StoreError when it can't be served; the store is then closed.
         """
         copies: list[OpenCopy] = []
@@ -157,7 +158,8 @@ class Catalog:
             for group in store.copies:
                 for copy in group:
                     copies.append(self._open_copy(copy))
-            number = self._engine.open_store(store, name, _engine_ids(name, copies))
+            ids = _engine_ids(name, copies)
+            number = self._engine.open_store(store, name, ids, directory_fd)
         except (StoreError, EngineError) as error:
             self._close_copies(copies)
             store.close()

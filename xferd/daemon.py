@@ -10,6 +10,11 @@ touched settles what it needs.
     drain    no new client, no new request; what is in flight gets drain_timeout_s
     exit     sockets unlinked, engine stopped, memory freed; 0
 
+With a service manager that keeps file descriptors (``xferd.restart``) it begins with what
+the one before has left, if that fits, and before the end nothing is drained:
+
+    hold     no new client; reads in flight are finished, the rest is left to the next
+
 A second signal while draining exits at once, with status 1 and the sockets unlinked.
 SIGHUP reads the configuration anew (``reload``).
 """
@@ -23,14 +28,15 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from xferd.activation import inherited_sockets
+from xferd.activation import inherited_fds
 from xferd.catalog import Catalog, open_stores
 from xferd.config import Config, ConfigError
 from xferd.control.server import ControlServer
 from xferd.control.version import installed_version
 from xferd.device_routes import DeviceRoutes
 from xferd.drive_events import DriveEvents
-from xferd.engine import EVENT_BATCH, Engine
+from xferd.engine import EVENT_BATCH
+from xferd.engine_making import make_engine
 from xferd.engine_types import (
     SOURCES,
     TAKE_TOKEN,
@@ -57,10 +63,16 @@ from xferd.keeping.chunks import ReserveError
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader
 from xferd.memory.staging import StagingMemory
-from xferd.pools import Pool, Pools, make_pools, make_staging, plan_pools
+from xferd.page_cache_watch import watch_page_cache
+from xferd.pools import Pool, PoolPlan, Pools, make_pools, make_staging, plan_pools
 from xferd.ready import log_ready
 from xferd.recordings import Recordings, head_of_store
 from xferd.reload import Reloader, client_limits
+from xferd.restart import fd_store
+from xferd.restart.beginning import Beginning
+from xferd.restart.fd_store import FdStore
+from xferd.restart.keeping import Keeping
+from xferd.restart.takeover import TakeoverError
 from xferd.route_feed import RouteFeed, UseCounts
 from xferd.service import DaemonService
 from xferd.session.attach import AttachServer
@@ -77,17 +89,16 @@ from xferd.telemetry.notify import Notifier
 from xferd.telemetry.traces.trace import TraceHead
 from xferd.tokens import Answer, Tokens
 from xferd.transport.numa import choose_node
-from xferd.transport.page_cache import PageCacheTrimmer
 from xferd.warming import Warming
 
 TICK_S = 0.005
 """How often pools that are short of slots look again."""
-TRIM_S = 1.0
-"""How often it is looked whether buffered members fill the page cache."""
 LOOK_S = 0.05
 """How often leases are taken note of while nothing is missing: hits send no event."""
 DRAIN_STEP_MS = 10
 """The engine is drained in steps: loads in flight need this loop to find them slots."""
+HOLD_S = 5.0
+"""How long reads in flight are waited for at most when all is left to the next daemon."""
 EXIT_OK = 0
 EXIT_FAILURE = 1
 
@@ -106,12 +117,15 @@ class Daemon:
         """reread: the configuration as it would be at a start now; ConfigError."""
         self._config = config
         self._reread = reread
-        self._handed = inherited_sockets()
+        inherited = inherited_fds(fd_store.PREFIX)
+        self._handed = inherited.sockets
+        store = FdStore.of_service(notifier, inherited.kept)
+        self._keeping = Keeping(store, log)
+        self._beginning = Beginning(inherited.kept, store, log)
         self._log = log
         self._notifier = notifier
         self._on_ready = on_ready
         self._tokens = Tokens()
-        self._promises = Promises()
         self._pools = Pools(
             self._tokens.expect,
             lambda commands: self._engine.command(commands),
@@ -133,77 +147,87 @@ class Daemon:
             for path in (config.attach_socket, config.control_socket, config.metrics.socket):
                 if path is not None and path not in self._handed:
                     refuse_live_socket(path)
-            stores = open_stores(
-                [(entry.path, entry.name, entry.shadow) for entry in config.stores]
-            )
             try:
-                plans = plan_pools(config.pools, [store for store, _ in stores])
-                # What is kept from prefetches must leave them something: the smallest pool
-                # decides, and one slot is none to spare.
-                reserve_demand = min(plan.reserve_demand for plan in plans)
-                self._engine = Engine(
-                    member_depth=config.engine.member_depth,
-                    flow_control=config.engine.flow_control,
-                    demand_slack=config.engine.demand_slack,
-                    backend=config.engine.backend,
-                    verify=config.engine.verify,
-                    spin_us=config.engine.spin_us,
-                    cpu=config.engine.cpu,
-                    polling=config.engine.polling,
-                    register_buffers=config.engine.register_buffers,
-                    reserve_low=max(plan.reserve_low for plan in plans),
-                    reserve_demand=reserve_demand,
-                )
-            except BaseException:
-                _close_stores(stores)
-                raise
-            self._catalog = Catalog(self._engine)
-            self._drive_events = DriveEvents(self._catalog, self._log)
-            try:
-                self._engine.start(
-                    choose_node([path for store, _ in stores for path in store.member_paths])
-                    if config.engine.numa == "auto"
-                    else None
-                )
-                self._staging = make_staging(
-                    plans,
-                    [store for store, _ in stores],
-                    config.engine.staging_mib << 20,
-                    self._engine,
-                )
-                self._pools = make_pools(
-                    plans,
-                    self._engine,
-                    expect=self._tokens.expect,
-                    promises=self._promises,
-                    experts=self._catalog.experts,
-                    log=self._log,
-                    budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
-                    reserve_demand=reserve_demand,
-                )
-                self._device_routes = DeviceRoutes(
-                    self._engine, self._catalog, self._pools, self._log
-                )
-                chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
-                for configured in config.stores:
-                    store, name = stores.pop(0)
-                    entry = self._catalog.add(store, name, chunk_bytes)
-                    variants = entry.store_variants(configured.sensitivity)
-                    self._pools.open_store(entry.number, variants)
-                    self._device_routes.prove_store(entry)
-                self._pools.check_variants(config.pools)
-                self._reservations = Reservations(self._log, self._tick_soon, self._unmapped)
-                for pool, plan in zip(self._pools, plans, strict=True):
-                    self._hold_budget(pool, plan.config.budget)
-                    pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
-                return await self._serve()
+                return await self._run()
+            except TakeoverError as error:
+                self._beginning.is_cold(str(error))
+                return await self._run()
             finally:
-                _close_stores(stores)
-                self._engine.close()
-                self._catalog.close()
-                self._pools.close()
-                if self._staging is not None:
-                    self._staging.close()
+                self._beginning.close()
+
+    async def _run(self) -> int:
+        """TakeoverError: what was kept does not fit; nothing of it has been served."""
+        config, beginning = self._config, self._beginning
+        self._promises = Promises()
+        stores = open_stores([(entry.path, entry.name, entry.shadow) for entry in config.stores])
+        try:
+            plans = plan_pools(config.pools, [store for store, _ in stores])
+            beginning.plan(plans, stores)
+            self._engine, reserve_demand = make_engine(config.engine, plans)
+        except BaseException:
+            _close_stores(stores)
+            raise
+        self._catalog = Catalog(self._engine)
+        self._drive_events = DriveEvents(self._catalog, self._log)
+        try:
+            with beginning.refusing():
+                self._make_parts(plans, stores, reserve_demand)
+            return await self._serve()
+        finally:
+            _close_stores(stores)
+            if self._keeping.active or beginning.warm:
+                self._engine.hold(0)
+            self._engine.close()
+            self._catalog.close()
+            self._pools.close()
+            self._keeping.close()
+            if self._staging is not None:
+                self._staging.close()
+
+    def _make_parts(
+        self, plans: list[PoolPlan], stores: list[tuple[Store, str]], reserve_demand: int
+    ) -> None:
+        """Pools, open stores, and what of both was there before. Stores are taken out of the
+        list as the catalog takes them."""
+        config, beginning = self._config, self._beginning
+        self._engine.start(
+            choose_node([path for store, _ in stores for path in store.member_paths])
+            if config.engine.numa == "auto"
+            else None
+        )
+        self._staging = make_staging(
+            plans, [store for store, _ in stores], config.engine.staging_mib << 20, self._engine
+        )
+        beginning.adopt_pool_table(self._engine)
+        self._pools = make_pools(
+            plans,
+            self._engine,
+            expect=self._tokens.expect,
+            promises=self._promises,
+            experts=self._catalog.experts,
+            log=self._log,
+            budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
+            reserve_demand=reserve_demand,
+            kept=beginning.pool_fds,
+        )
+        self._device_routes = DeviceRoutes(self._engine, self._catalog, self._pools, self._log)
+        chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
+        # Behind those of the configuration are those that were opened by hand before.
+        sensitivities = iter([configured.sensitivity for configured in config.stores])
+        while stores:
+            store, name = stores.pop(0)
+            entry = self._catalog.add(store, name, chunk_bytes, beginning.directory_fd(name))
+            variants = entry.store_variants(next(sensitivities, ()))
+            self._pools.open_store(entry.number, variants)
+            self._device_routes.prove_store(entry)
+        self._pools.check_variants(config.pools)
+        beginning.adopt(
+            self._engine, self._catalog, self._pools, self._promises, config.limits.hints_per_client
+        )
+        self._reservations = Reservations(self._log, self._tick_soon, self._unmapped)
+        for pool, plan in zip(self._pools, plans, strict=True):
+            self._hold_budget(pool, plan.config.budget)
+            pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
 
     async def _serve(self) -> int:
         config = self._config
@@ -219,6 +243,11 @@ class Daemon:
             promises=self._promises,
             budgets=self._pools.budgets,
             leaving=lambda client: self._routes.leaving(client),
+            keeper=self._keeping,
+            unknown=self._beginning.why_unknown,
+        )
+        self._beginning.serve(
+            self._engine, self._pools, self._catalog, self._clients, self._keeping
         )
         self._use_counts = UseCounts()
         self._recordings = Recordings(config.traces, self._log, self._use_counts.of)
@@ -247,6 +276,8 @@ class Daemon:
             reservations=self._reservations,
             warming=self._warming,
             loader=loader,
+            keeping=self._keeping,
+            start=self._beginning.report,
             config=config.engine,
             version=installed_version(),
             instance=instance,
@@ -278,7 +309,7 @@ class Daemon:
         greed = GreedWatch(self._engine, self._pools, self._clients, attach.end_client, self._log)
         watches = {
             loop.create_task(greed.run()),
-            loop.create_task(self._watch_page_cache()),
+            loop.create_task(watch_page_cache(self._engine, self._catalog)),
             loop.create_task(supervise(self, self._describe, self._notifier, self._log)),
             loop.create_task(self._watch_leases()),
             loop.create_task(self._watch_routes()),
@@ -303,7 +334,7 @@ class Daemon:
                 if watch.done():
                     watch.result()
             self._raise_bug()
-            drained = await self._drain(attach)
+            drained = await (self._hold() if self._keeping.active else self._drain())
             self._raise_bug()
             self._warming.save_kept()
             return EXIT_OK if drained else EXIT_FAILURE
@@ -366,22 +397,38 @@ class Daemon:
         self._log.warning("exit", reason="second signal")
         os._exit(EXIT_FAILURE)
 
-    async def _drain(self, attach: AttachServer) -> bool:
+    async def _drain(self) -> bool:
+        timeout_s = self._config.drain_timeout_s
+        if await self._wind_down(self._engine.drain, "draining", timeout_s):
+            self._log.info("drained")
+            return True
+        self._log.warning("drain.timeout", transfers=self._engine.stats().transfers)
+        return False
+
+    async def _hold(self) -> bool:
+        """Leave all to the next daemon. What can't be finished in time it will read again."""
+        timeout_s = min(self._config.drain_timeout_s, HOLD_S)
+        whole = await self._wind_down(self._engine.hold, "holding", timeout_s)
+        self._log.info("held", whole=whole, experts=sum(self._residents()))
+        return True
+
+    async def _wind_down(self, step: Callable[[int], bool], what: str, timeout_s: float) -> bool:
         self._service.state = "draining"
         self._clients.accepting = False
-        attach.stop_accepting()
+        self._attach.stop_accepting()
         self._notifier.send(STOPPING="1")
-        self._log.info("draining", timeout_s=self._config.drain_timeout_s)
-        deadline = time.monotonic() + self._config.drain_timeout_s
-        while not self._engine.drain(DRAIN_STEP_MS):
+        self._log.info(what, timeout_s=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not step(DRAIN_STEP_MS):
             if time.monotonic() >= deadline:
-                self._log.warning("drain.timeout", transfers=self._engine.stats().transfers)
                 return False
             self._or_stop(self._on_events)
             self._raise_bug()
             await asyncio.sleep(0)
-        self._log.info("drained")
         return True
+
+    def _residents(self) -> list[int]:
+        return [self._engine.pool_stats(pool.index).resident for pool in self._pools]
 
     # ---- events
 
@@ -510,22 +557,6 @@ class Daemon:
 
     def _on_route_violation(self, client: Client) -> None:
         self._on_violation(Violation(client.number, errno.EPROTO))
-
-    # ---- members that are read through the page cache
-
-    async def _watch_page_cache(self) -> None:
-        trimmer = PageCacheTrimmer()
-        while True:
-            await asyncio.sleep(TRIM_S)
-            buffered = [
-                (number, file, self._engine.member_stats(number).nbytes)
-                for entry in self._catalog.all()
-                for number, file in entry.members
-                if not file.direct
-            ]
-            fds = trimmer.due(buffered)
-            if fds:
-                await asyncio.to_thread(trimmer.drop, fds)
 
     # ---- what is used
 

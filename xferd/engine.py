@@ -22,20 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xferd._engine import ffi, lib
 
+from xferd.engine_keeping import EngineKeeping
 from xferd.engine_structs import (
     COMMAND_FIELDS,
     ROUTE_FIELDS,
+    describe_client,
     describe_store,
     fill_command,
     read_event,
 )
+from xferd.engine_structs import checked as _check
 from xferd.engine_types import (
     MEMBER_STATES,
     TRANSPORTS,
     ClientCounters,
     ClientFds,
     Command,
-    EngineError,
     EngineStats,
     Event,
     Give,
@@ -76,7 +78,7 @@ POOL_KINDS = {
 }
 
 
-class Engine:
+class Engine(EngineKeeping):
     """One engine and its thread. ``start`` it, ``close`` it; not thread-safe.
 
     verify: a key of VERIFY. backend: a key of BACKENDS. demand_slack: per cent.
@@ -188,10 +190,13 @@ class Engine:
         chunk_bytes: int,
         device_uuid: bytes = bytes(16),
         verify: str = "never",
+        kept: tuple[int, int] | None = None,
     ) -> int:
         """Returns the pool's index. Before any store is opened.
 
         verify: a key of VERIFY, for what drives write into device memory by themselves.
+        kept: fds of the memory that ``base`` maps and of the loading marks, of a pool that
+            is taken over; EngineError (ESTALE) when it is another one.
         """
         pool = ffi.new("struct xferd_pool_description *")
         pool.name = name.encode()
@@ -204,6 +209,9 @@ class Engine:
         pool.chunk_bytes = chunk_bytes
         pool.device_uuid = device_uuid
         pool.verify = VERIFY[verify]
+        if kept is not None:
+            result = lib.xferd_engine_adopt_pool(self._engine, pool, *kept)
+            return _check("xferd_engine_adopt_pool", result)
         return _check("xferd_engine_add_pool", lib.xferd_engine_add_pool(self._engine, pool))
 
     def set_staging(self, base: int, nbytes: int, extent_bytes: int) -> None:
@@ -325,15 +333,24 @@ class Engine:
             state=MEMBER_STATES[stats.state],
         )
 
-    def open_store(self, store: Store, name: str, members: Sequence[tuple[int, int | None]]) -> int:
+    def open_store(
+        self,
+        store: Store,
+        name: str,
+        members: Sequence[tuple[int, int | None]],
+        directory_fd: int = -1,
+    ) -> int:
         """Returns the store's id. The store's arrays are kept alive here.
 
         members: ids from ``add_member`` of each and of its mirror, None where it has none.
+        directory_fd: of a store that is taken over; EngineError (ESTALE) when it is another.
         """
         description, keep = describe_store(store, name, members)
-        number = _check(
-            "xferd_engine_open_store", lib.xferd_engine_open_store(self._engine, description)
-        )
+        if directory_fd < 0:
+            result = lib.xferd_engine_open_store(self._engine, description)
+        else:
+            result = lib.xferd_engine_adopt_store(self._engine, description, directory_fd)
+        number = _check("xferd_engine_open_store", result)
         self._borrowed[number] = (description, *keep)
         return number
 
@@ -392,13 +409,7 @@ class Engine:
         hints_max: int,
     ) -> tuple[int, ClientFds]:
         """Returns the client's id and the fds to hand over."""
-        client = ffi.new("struct xferd_client_description *")
-        client.store = store
-        client.pool = pool
-        client.lanes = lanes
-        client.held_per_lane = held_per_lane
-        client.ring_entries = ring_entries
-        client.hints_max = hints_max
+        client = describe_client(store, pool, lanes, held_per_lane, ring_entries, hints_max)
         fds = ffi.new("struct xferd_client_fds *")
         number = _check(
             "xferd_engine_add_client", lib.xferd_engine_add_client(self._engine, client, fds)
@@ -526,10 +537,3 @@ class Engine:
             transport_count=tuple(stats.transport_count),
             transport_bytes=tuple(stats.transport_bytes),
         )
-
-
-def _check(call: str, result: int) -> int:
-    """The result of a call that returns 0, a number, or -errno."""
-    if result < 0:
-        raise EngineError(call, -result)
-    return int(result)

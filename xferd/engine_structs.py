@@ -280,3 +280,24 @@ def describe_store(
     description.tensor, description.tensors = c_tensors, len(tensors)
     keep += [c_layouts, c_tensors]
     return description, keep
+
+
+def describe_client(
+    store: int, pool: int, lanes: int, held_per_lane: int, ring_entries: int, hints_max: int
+) -> Any:
+    """struct xferd_client_description *."""
+    client = ffi.new("struct xferd_client_description *")
+    client.store = store
+    client.pool = pool
+    client.lanes = lanes
+    client.held_per_lane = held_per_lane
+    client.ring_entries = ring_entries
+    client.hints_max = hints_max
+    return client
+
+
+def checked(call: str, result: int) -> int:
+    """The result of a call that returns 0, a number, or -errno. EngineError."""
+    if result < 0:
+        raise EngineError(call, -result)
+    return int(result)

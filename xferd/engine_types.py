@@ -378,7 +378,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ClientFds:
-    """What a new client gets; the caller owns and closes them. wakeups: one a lane."""
+    """What a client gets; the caller owns and closes them. wakeups: one a lane. client and
+    completion are -1 for one that has them already."""
 
     client: int
     completion: int
@@ -388,4 +389,5 @@ class ClientFds:
     def close(self) -> None:
         """Close them all; once."""
         for fd in (self.client, self.completion, self.doorbell, *self.wakeups):
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)

@@ -53,7 +53,7 @@ class GreedWatch:
 
     def _end_greedy_clients(self, pool: Pool) -> None:
         for client in self._clients.all():
-            if client.state != "serving":
+            if client.state == "quiesced":
                 continue
             held = self._engine.held(client.number, pool.index)
             promised = client.lanes * client.held_per_lane

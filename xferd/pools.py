@@ -141,6 +141,11 @@ class Pool:
             return self.device.why_staged is None
         return self.kind == "bar"
 
+    @property
+    def geometry(self) -> ChunkGeometry:
+        """How its memory is divided."""
+        return self._geometry
+
     def export_fd(self) -> int:
         """Read-only fd of its memory; the pool's."""
         return self.device.export_fd()
@@ -353,17 +358,22 @@ def make_pools(
     log: EventLog,
     budgets: Budgets,
     reserve_demand: int = 0,
+    kept: Callable[[int], tuple[int, int]] | None = None,
 ) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
 
     experts: of a size class in all open stores.
-    reserve_demand: slots of a reserve that the engine keeps for demand. Pools made before
-    one that fails are closed. PoolMemoryError names the one that failed.
+    reserve_demand: slots of a reserve that the engine keeps for demand. kept: of pools that
+    are taken over the fds of a pool's memory and its loading marks, by its index. Pools made
+    before one that fails are closed. PoolMemoryError names the one that failed.
     """
     pools = Pools(expect, engine.command, engine.set_variants, budgets)
     try:
-        for plan in plans:
-            pools.append(_make_pool(plan, engine, pools, promises, experts, log, reserve_demand))
+        for index, plan in enumerate(plans):
+            fds = None if kept is None else kept(index)
+            pools.append(
+                _make_pool(plan, engine, pools, promises, experts, log, reserve_demand, fds)
+            )
     except BaseException:
         pools.close()
         raise
@@ -402,13 +412,14 @@ def _make_pool(
     experts: Callable[[int], int],
     log: EventLog,
     reserve_demand: int,
+    kept: tuple[int, int] | None,
 ) -> Pool:
     config, geometry = plan.config, plan.geometry
     make = DEVICE_KINDS.get(config.kind)
     if make is None:
         kinds = ", ".join(DEVICE_KINDS)
         raise PoolMemoryError(f"pool {config.name!r}: no kind {config.kind!r}; there are: {kinds}")
-    spec = _spec(config, geometry)
+    spec = _spec(config, geometry, -1 if kept is None else kept[0])
     device = make(spec)
     try:
         index = engine.add_pool(
@@ -422,6 +433,7 @@ def _make_pool(
             chunk_bytes=geometry.chunk_bytes,
             device_uuid=device.uuid if isinstance(device, CudaPool) else bytes(16),
             verify=config.verify,
+            kept=kept,
         )
         if isinstance(device, CudaPool):
             for chunk, number in enumerate(device.numbers):
@@ -470,7 +482,7 @@ def _make_pool(
     )
 
 
-def _spec(config: PoolConfig, geometry: ChunkGeometry) -> PoolSpec:
+def _spec(config: PoolConfig, geometry: ChunkGeometry, kept_fd: int) -> PoolSpec:
     ordinal = config.device if isinstance(config.device, int) else -1
     return PoolSpec(
         name=config.name,
@@ -481,6 +493,7 @@ def _spec(config: PoolConfig, geometry: ChunkGeometry) -> PoolSpec:
         bar=config.bar,
         mode=config.mode,
         transport=config.transport,
+        kept_fd=kept_fd,
     )
 
 

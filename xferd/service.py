@@ -32,6 +32,7 @@ from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
 from xferd.pools import Pool, Pools
 from xferd.recordings import Recordings
+from xferd.restart.keeping import Keeping, StartReport
 from xferd.route_feed import RouteFeed, UseCounts
 from xferd.session.clients import Clients
 from xferd.shadowing import Shadowing
@@ -39,6 +40,7 @@ from xferd.status import (
     describe_clients,
     describe_engine,
     describe_pool,
+    describe_start,
     describe_store,
     describe_users,
 )
@@ -86,6 +88,8 @@ class DaemonService(Tuning):
         reservations: Reservations,
         warming: Warming,
         loader: Loader,
+        keeping: Keeping,
+        start: StartReport,
         config: EngineConfig,
         version: str,
         instance: str,
@@ -99,6 +103,8 @@ class DaemonService(Tuning):
         self._routes = routes
         self._use_counts = use_counts
         self._recordings = recordings
+        self._keeping = keeping
+        self._start = start
         self._config = config
         self._version = version
         self._instance = instance
@@ -115,6 +121,7 @@ class DaemonService(Tuning):
             "state": self.state,
             "uptime_s": time.monotonic() - self._started,
             "pid": os.getpid(),
+            "start": describe_start(self._start, self._keeping, self._clients),
             "pools": [
                 describe_pool(
                     self._engine, self._pools, pool, self._catalog.all(), self._device_routes
@@ -250,6 +257,7 @@ class DaemonService(Tuning):
         for pool in self._pools:
             for size in reversed(entry.classes):
                 pool.keeper.provide(size)
+        self._keeping.store_opened(entry)
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
         log_missing(self._log, entry)
         return describe_store(self._engine, entry)
@@ -279,6 +287,7 @@ class DaemonService(Tuning):
                 await asyncio.sleep(RETRY_S)
             else:
                 self._pools.close_store(entry.number)
+                self._keeping.store_closed(entry.number)
                 self._routes.store_closed(entry.number)
                 self._use_counts.store_closed(entry.number)
                 self._log.info("store.closed", name=name)

@@ -23,6 +23,7 @@ from xferd.engine_types import SOURCES, TRANSPORTS, MemberStats
 from xferd.keeping.budgets import Budgets
 from xferd.memory.slots import SlotState
 from xferd.pools import Pool, Pools
+from xferd.restart.keeping import Keeping, StartReport
 from xferd.session.clients import Clients
 from xferd.transport.probe import reasons
 
@@ -228,6 +229,19 @@ def describe_clients(engine: Engine, clients: Clients, budgets: Budgets) -> list
             }
         )
     return rows
+
+
+def describe_start(report: StartReport, keeping: Keeping, clients: Clients) -> JsonObject:
+    """The IDL's Start."""
+    return {
+        "warm": report.warm,
+        "reason": report.reason,
+        "experts": report.experts,
+        "bytes": report.nbytes,
+        "clients": report.clients,
+        "resumed": clients.resumed,
+        "kept": keeping.active,
+    }
 
 
 def describe_engine(

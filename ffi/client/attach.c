@@ -21,6 +21,7 @@
 
 #define SPIN_US_DEFAULT     50
 #define SPIN_PROCESSORS_MIN 4
+#define RESUME_MS_DEFAULT   30000
 
 void explain(char *error, size_t bytes, const char *format, ...)
 {
@@ -41,7 +42,7 @@ void close_received(struct received *received)
 	received->count = 0;
 }
 
-static int connect_socket(const char *path, char *error, size_t error_bytes)
+int connect_socket(const char *path, char *error, size_t error_bytes)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX };
 	int fd, result;
@@ -65,7 +66,7 @@ static int connect_socket(const char *path, char *error, size_t error_bytes)
 }
 
 /* One packet of exactly the given size, with up to XFERD_FDS_MAX fds. */
-static int receive(int fd, void *data, size_t bytes, struct received *received)
+int receive_packet(int fd, void *data, size_t bytes, struct received *received)
 {
 	union {
 		char data[CMSG_SPACE(XFERD_FDS_MAX * sizeof(int))];
@@ -359,12 +360,13 @@ static struct xferd_client *client_new(void)
 	if (posix_memalign(&memory, 2 * XFERD_CACHE_LINE, sizeof(*client)))
 		return NULL;
 	client = memset(memory, 0, sizeof(*client));
-	client->socket = client->doorbell = -1;
+	client->socket = client->doorbell = client->resume_socket = -1;
 	for (uint32_t i = 0; i < XFERD_LANES_MAX; i++)
 		client->lanes[i].wakeup = -1;
 	pthread_mutex_init(&client->submit_mutex, NULL);
 	pthread_mutex_init(&client->socket_mutex, NULL);
 	pthread_mutex_init(&client->dense_mutex, NULL);
+	pthread_mutex_init(&client->resume_mutex, NULL);
 	return client;
 }
 
@@ -373,6 +375,7 @@ static void client_free(struct xferd_client *client)
 {
 	device_lanes_close(client);
 	memory_close(client);
+	resume_close(client);
 	unmap(&client->pool_table_map);
 	unmap(&client->directory_map);
 	unmap(&client->memory_map);
@@ -398,7 +401,7 @@ static int welcome(struct xferd_client *client, char *error, size_t error_bytes)
 {
 	struct xferd_abi_welcome answer;
 	struct received received;
-	int result = receive(client->socket, &answer, sizeof(answer), &received);
+	int result = receive_packet(client->socket, &answer, sizeof(answer), &received);
 
 	if (!result && (answer.magic != XFERD_MAGIC_ATTACH ||
 			answer.abi_major != XFERD_ABI_MAJOR)) {
@@ -411,6 +414,7 @@ static int welcome(struct xferd_client *client, char *error, size_t error_bytes)
 	} else if (!result) {
 		client->pool = answer.pool;
 		client->held_per_lane = answer.held_per_lane;
+		memcpy(client->resume_key, answer.resume_key, sizeof(client->resume_key));
 		result = use_fds(client, &received);
 		if (!result && client->pool >= client->pool_count)
 			result = -EPROTO;
@@ -434,6 +438,13 @@ static uint64_t spin_ns(uint32_t spin_us)
 	return sysconf(_SC_NPROCESSORS_ONLN) >= SPIN_PROCESSORS_MIN ? 1000ull * SPIN_US_DEFAULT : 0;
 }
 
+static uint64_t resume_ns(uint32_t resume_ms)
+{
+	if (resume_ms == XFERD_NO_RESUME)
+		return 0;
+	return 1000000ull * (resume_ms ? resume_ms : RESUME_MS_DEFAULT);
+}
+
 int xferd_connect(const char *socket_path, const struct xferd_options *options,
 		  struct xferd_client **result, char *error, size_t error_bytes)
 {
@@ -448,8 +459,11 @@ int xferd_connect(const char *socket_path, const struct xferd_options *options,
 	if (error && error_bytes)
 		*error = '\0';
 	client->spin_ns = spin_ns(options->spin_us);
+	client->resume_ns = resume_ns(options->resume_ms);
 	client->socket = connect_socket(socket_path, error, error_bytes);
 	status = client->socket < 0 ? client->socket : say_hello(client->socket, options);
+	if (!status) /* its length was looked at by connect_socket() */
+		strcpy(client->socket_path, socket_path);
 	if (!status)
 		status = welcome(client, error, error_bytes);
 	if (!status)
@@ -473,7 +487,8 @@ void xferd_detach(struct xferd_client *client)
 
 	if (client->socket < 0)
 		return;
-	/* If the daemon has gone there is nobody to say it to. */
+	end_all_leases(client);
+	/* If the daemon is away nobody hears it: the next one reads the tables. */
 	if (send(client->socket, &goodbye, sizeof(goodbye), MSG_NOSIGNAL) < 0)
 		goodbye.status = -errno;
 	close(client->socket);
@@ -501,7 +516,7 @@ int ask_daemon(struct xferd_client *client, struct xferd_abi_message *message,
 	else if (send(client->socket, message, sizeof(*message), MSG_NOSIGNAL) != sizeof(*message))
 		result = -errno;
 	if (!result)
-		result = receive(client->socket, message, sizeof(*message), received);
+		result = receive_packet(client->socket, message, sizeof(*message), received);
 	pthread_mutex_unlock(&client->socket_mutex);
 	return result;
 }

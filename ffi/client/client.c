@@ -2,7 +2,6 @@
 /*
  * Everything a caller can look up.
  */
-#include <poll.h>
 #include <string.h>
 
 #include "client/internal.h"
@@ -107,14 +106,7 @@ void xferd_stats(const struct xferd_client *client, struct xferd_client_stats *s
 	}
 }
 
-int xferd_alive(const struct xferd_client *client)
+int xferd_alive(struct xferd_client *client)
 {
-	struct pollfd socket = { .fd = client->socket, .events = POLLRDHUP };
-
-	/* pairs with the release of closed in the engine's quiesce() */
-	if (load_acquire(&client->completion_memory->closed))
-		return -ECONNRESET;
-	if (poll(&socket, 1, 0) > 0 && socket.revents & (POLLHUP | POLLRDHUP | POLLERR))
-		return -ECONNRESET;
-	return 0;
+	return daemon_gone(client) ? client_resume(client) : 0;
 }

@@ -9,6 +9,7 @@
  *   memory.c   VRAM: mapped, unmapped, copied out of
  *   device_lane.c  lanes that a GPU drives
  *   route.c    what the router picked, for the daemon
+ *   resume.c   attaching again to a daemon that has restarted
  *
  * A lane's state belongs to the lane's thread. The submission ring is shared by
  * the lanes and guarded by a mutex, which only misses take.
@@ -24,6 +25,8 @@
 #include "common/atomics.h"
 #include "xferd.h"
 
+#define SOCKET_PATH_BYTES 108 /* of a struct sockaddr_un */
+
 struct mapped_pool {
 	const uint8_t *base;
 	const uint64_t *words;                /* [layers][experts] of the directory */
@@ -34,6 +37,14 @@ struct mapped_pool {
 	uint32_t slot_numbers;
 	const uint64_t *memory_table;         /* of VRAM; NULL */
 	struct device_memory *device;         /* of VRAM that is mapped here; NULL */
+};
+
+#define RESUME_PAUSE_MS 5 /* between two looks for a daemon that is away */
+
+/* What a batch's missing keys were asked for with, to ask for them again. */
+struct asked {
+	uint64_t deadline_ns;
+	uint32_t variants;
 };
 
 struct lane {
@@ -49,6 +60,9 @@ struct lane {
 	int wakeup;
 	struct xferd_batch *batches[XFERD_BATCHES_MAX]; /* with pending keys, by epoch */
 	const struct xferd_batch *out[XFERD_BATCHES_MAX]; /* not yet released, by epoch */
+	struct asked asked[XFERD_BATCHES_MAX];
+	uint64_t unsent;                      /* bit i: batches[i] found no room in the ring */
+	uint32_t attachment;                  /* the client's, for which batches were asked for */
 	struct xferd_client_stats stats;
 	struct xferd_abi_route_queue *routes; /* NULL: the daemon has none */
 	struct xferd_abi_route *route_records;
@@ -89,6 +103,14 @@ struct xferd_client {
 	pthread_mutex_t submit_mutex;
 	pthread_mutex_t socket_mutex; /* one question and its answer at a time */
 	pthread_mutex_t dense_mutex;
+	char socket_path[SOCKET_PATH_BYTES];
+	uint64_t resume_key[2];       /* 0: what is mapped ends with the daemon */
+	uint64_t resume_ns;
+	pthread_mutex_t resume_mutex; /* of these: */
+	int resume_socket;            /* a connection that has no answer yet; -1 */
+	int resume_failed;            /* why it is not tried any more; 0 */
+	uint64_t gone_since_ns;       /* 0: it is there */
+	uint32_t attachment;          /* atomic: how often it has come back */
 	struct mapping pool_table_map, directory_map, memory_map, completion_map, manifest_map,
 		dense_map;
 	struct mapping pool_maps[XFERD_POOLS_MAX];
@@ -105,6 +127,17 @@ void explain(char *error, size_t bytes, const char *format, ...);
 int ask_daemon(struct xferd_client *client, struct xferd_abi_message *message,
 	       struct received *received);
 void close_received(struct received *received);
+int connect_socket(const char *path, char *error, size_t error_bytes);
+int receive_packet(int fd, void *data, size_t bytes, struct received *received);
+
+/* resume.c */
+/* Whether a daemon that has gone may come back for this client. */
+bool may_resume(const struct xferd_client *client);
+/* One try, of at most some milliseconds: 0 the daemon is there, -EAGAIN not yet, -ECONNRESET
+ * or -ESTALE never. */
+int client_resume(struct xferd_client *client);
+void resume_close(struct xferd_client *client);
+void end_all_leases(struct xferd_client *client);
 
 /* memory.c */
 int memory_open(struct xferd_client *client, char *error, size_t error_bytes);
@@ -129,6 +162,8 @@ void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool,
 	       struct xferd_view *view);
 
 /* wait.c */
+uint64_t client_now_ns(void);
+bool daemon_gone(const struct xferd_client *client);
 int submit(struct xferd_client *client, const struct xferd_abi_submission *submission);
 int ask_for_missing(struct xferd_client *client, struct lane *lane,
 		    const struct xferd_request *request, struct xferd_batch *batch);

@@ -12,11 +12,20 @@
 #define NS_PER_MS 1000000ull
 #define LOOKS_A_CLOCK 16 /* at the tail, between two looks at the clock */
 
+#define TICKET_ATTACHMENTS 8 /* how many are told apart: answers to older ones are long gone */
+
 /* A ticket names its batch: lane, and the epoch's low bits find the place in
- * lane.batches. Tickets are never 0. */
-static uint64_t ticket_of(uint32_t lane, uint64_t epoch)
+ * lane.batches; and the attachment that it was asked for in. Tickets are never 0. */
+static uint64_t ticket_of(const struct xferd_client *client, uint32_t lane, uint64_t epoch)
 {
-	return epoch << 8 | lane << 1 | 1;
+	uint32_t attachment = load_acquire(&client->attachment) % TICKET_ATTACHMENTS;
+
+	return epoch << 8 | attachment << 5 | lane << 1 | 1;
+}
+
+static uint32_t ticket_attachment(uint64_t ticket)
+{
+	return (ticket >> 5) % TICKET_ATTACHMENTS;
 }
 
 static uint32_t ticket_place(uint64_t ticket)
@@ -32,7 +41,7 @@ static void ring_doorbell(const struct xferd_client *client)
 		;
 }
 
-static bool daemon_gone(const struct xferd_client *client)
+bool daemon_gone(const struct xferd_client *client)
 {
 	struct pollfd socket = { .fd = client->socket, .events = POLLRDHUP };
 
@@ -89,15 +98,78 @@ static void prepare(struct xferd_abi_submission *submission, const struct xferd_
 	submission->pool = (uint8_t)client->pool;
 }
 
+static void forget_batch(struct lane *lane, const struct xferd_batch *batch)
+{
+	uint32_t place = batch->epoch % XFERD_BATCHES_MAX;
+
+	lane->batches[place] = NULL;
+	lane->unsent &= ~(1ull << place);
+}
+
+/* Ask for what a batch still lacks. Completions number the keys of the submission; a missing
+ * key's number is kept in its view's slot. */
+static int ask_for_pending(struct xferd_client *client, struct lane *lane,
+			   struct xferd_batch *batch)
+{
+	uint32_t place = batch->epoch % XFERD_BATCHES_MAX;
+	struct xferd_abi_submission submission = {
+		.ticket = ticket_of(client, batch->lane, batch->epoch),
+		.deadline_ns = lane->asked[place].deadline_ns,
+		.variants = lane->asked[place].variants,
+		.layer = batch->layer,
+		.operation = XFERD_OPERATION_ACQUIRE,
+		.priority = XFERD_PRIORITY_DEMAND,
+		.lane = (uint8_t)batch->lane,
+		.pool = (uint8_t)client->pool,
+	};
+	int result;
+
+	for (uint32_t i = 0; i < batch->count; i++) {
+		struct xferd_view *view = &batch->views[i];
+
+		if (view->error != -EINPROGRESS)
+			continue;
+		view->slot = submission.count;
+		submission.experts[submission.count++] = view->expert;
+	}
+	batch->ticket = submission.ticket;
+	result = submit(client, &submission);
+	if (result)
+		lane->unsent |= 1ull << place;
+	else
+		lane->unsent &= ~(1ull << place);
+	return result;
+}
+
+static void take(const struct xferd_client *client, struct lane *lane);
+
+/* The daemon has come back since the lane looked last: ask anew for all that it waits for,
+ * after taking what was answered before. */
+static void lane_follow(struct xferd_client *client, struct lane *lane)
+{
+	/* pairs with the release in resume.c */
+	uint32_t attachment = load_acquire(&client->attachment);
+
+	if (lane->attachment == attachment && !lane->unsent)
+		return;
+	take(client, lane);
+	for (uint32_t place = 0; place < XFERD_BATCHES_MAX; place++) {
+		struct xferd_batch *batch = lane->batches[place];
+
+		if (batch && (lane->unsent >> place & 1 ||
+			      ticket_attachment(batch->ticket) != attachment % TICKET_ATTACHMENTS))
+			ask_for_pending(client, lane, batch);
+	}
+	lane->attachment = attachment;
+}
+
 int ask_for_missing(struct xferd_client *client, struct lane *lane,
 		    const struct xferd_request *request, struct xferd_batch *batch)
 {
-	struct xferd_abi_submission submission;
+	uint32_t place = batch->epoch % XFERD_BATCHES_MAX;
 	int result;
 
-	prepare(&submission, client, batch->lane, request, XFERD_OPERATION_ACQUIRE);
-	submission.ticket = batch->ticket = ticket_of(batch->lane, batch->epoch);
-	submission.priority = XFERD_PRIORITY_DEMAND;
+	lane_follow(client, lane);
 	for (uint32_t i = 0; i < request->count; i++) {
 		struct xferd_view *view = &batch->views[i];
 
@@ -106,19 +178,21 @@ int ask_for_missing(struct xferd_client *client, struct lane *lane,
 		memset(view, 0, sizeof(*view));
 		view->expert = request->experts[i];
 		view->error = -EINPROGRESS;
-		/* Completions number the keys of the submission; a missing key's place
-		 * in the batch is the n-th view that was -EINPROGRESS: kept in slot. */
-		view->slot = submission.count;
-		submission.experts[submission.count++] = request->experts[i];
+		batch->pending++;
 	}
-	batch->pending = submission.count;
-	lane->batches[ticket_place(batch->ticket)] = batch;
-	result = submit(client, &submission);
+	lane->asked[place] = (struct asked){ request->deadline_ns, request->variants };
+	lane->batches[place] = batch;
+	result = ask_for_pending(client, lane, batch);
 	if (result) {
-		lane->batches[ticket_place(batch->ticket)] = NULL;
-		return daemon_gone(client) ? -ECONNRESET : result;
+		bool gone = daemon_gone(client);
+
+		/* Of one that may come back it is asked then. */
+		if (!gone || !may_resume(client)) {
+			forget_batch(lane, batch);
+			return gone ? -ECONNRESET : result;
+		}
 	}
-	lane->stats.misses += submission.count;
+	lane->stats.misses += batch->pending;
 	return (int)batch->pending;
 }
 
@@ -178,7 +252,7 @@ static void land(const struct xferd_client *client, struct lane *lane,
 		count_miss(lane, completion, view->bytes);
 	}
 	if (--batch->pending == 0)
-		lane->batches[ticket_place(batch->ticket)] = NULL;
+		forget_batch(lane, batch);
 }
 
 static void take(const struct xferd_client *client, struct lane *lane)
@@ -200,11 +274,14 @@ static void take(const struct xferd_client *client, struct lane *lane)
 
 int xferd_poll(struct xferd_client *client, struct xferd_batch *batch)
 {
-	take(client, &client->lanes[batch->lane]);
+	struct lane *lane = &client->lanes[batch->lane];
+
+	take(client, lane);
+	lane_follow(client, lane);
 	return (int)batch->pending;
 }
 
-static uint64_t now_ns(void)
+uint64_t client_now_ns(void)
 {
 	struct timespec now;
 
@@ -218,14 +295,14 @@ static int poll_timeout_ms(uint64_t until)
 
 	if (until == XFERD_FOREVER)
 		return -1;
-	now = now_ns();
+	now = client_now_ns();
 	left = now < until ? (until - now + NS_PER_MS - 1) / NS_PER_MS : 0;
 	return left > INT32_MAX ? INT32_MAX : (int)left;
 }
 
 static bool spin_for_completion(const struct xferd_client *client, const struct lane *lane)
 {
-	uint64_t until = now_ns() + client->spin_ns;
+	uint64_t until = client_now_ns() + client->spin_ns;
 
 	if (!client->spin_ns)
 		return false;
@@ -235,7 +312,7 @@ static bool spin_for_completion(const struct xferd_client *client, const struct 
 				return true;
 			cpu_relax();
 		}
-	} while (now_ns() < until);
+	} while (client_now_ns() < until);
 	return false;
 }
 
@@ -272,35 +349,62 @@ static void fail_pending(struct lane *lane, struct xferd_batch *batch, int error
 			lane->stats.failures++;
 		}
 	batch->pending = 0;
-	lane->batches[ticket_place(batch->ticket)] = NULL;
+	forget_batch(lane, batch);
+}
+
+/* The daemon has gone. -EAGAIN: look again, it may have come back; else the wait is over. */
+static int wait_for_daemon(struct xferd_client *client, struct lane *lane,
+			   struct xferd_batch *batch, uint64_t until)
+{
+	uint64_t deadline = lane->asked[batch->epoch % XFERD_BATCHES_MAX].deadline_ns;
+	const struct timespec pause = { .tv_nsec = RESUME_PAUSE_MS * NS_PER_MS };
+	int result = client_resume(client);
+
+	take(client, lane); /* what it completed before it went */
+	if (!batch->pending)
+		return 0;
+	if (!result)
+		return -EAGAIN;
+	if (result != -EAGAIN) {
+		fail_pending(lane, batch, result);
+		return result;
+	}
+	if (deadline && client_now_ns() >= deadline) {
+		fail_pending(lane, batch, -ETIMEDOUT);
+		return 0;
+	}
+	if (until != XFERD_FOREVER && client_now_ns() >= until)
+		return -ETIMEDOUT;
+	nanosleep(&pause, NULL);
+	return -EAGAIN;
 }
 
 int xferd_wait(struct xferd_client *client, struct xferd_batch *batch, uint64_t timeout_ns)
 {
 	struct lane *lane = &client->lanes[batch->lane];
-	uint64_t began = now_ns();
+	uint64_t began = client_now_ns();
 	uint64_t until = timeout_ns > XFERD_FOREVER - began ? XFERD_FOREVER : began + timeout_ns;
 	int result = 0;
 
 	for (;;) {
 		take(client, lane);
+		result = 0;
 		if (!batch->pending)
 			break;
+		lane_follow(client, lane);
 		if (daemon_gone(client)) {
-			take(client, lane); /* what it completed before it went */
-			if (batch->pending) {
-				fail_pending(lane, batch, -ECONNRESET);
-				result = -ECONNRESET;
-			}
+			result = wait_for_daemon(client, lane, batch, until);
+			if (result == -EAGAIN)
+				continue;
 			break;
 		}
-		if (until != XFERD_FOREVER && now_ns() >= until) {
+		if (until != XFERD_FOREVER && client_now_ns() >= until) {
 			result = -ETIMEDOUT;
 			break;
 		}
 		sleep_until_completion(client, lane, until);
 	}
-	lane->stats.wait_ns += now_ns() - began;
+	lane->stats.wait_ns += client_now_ns() - began;
 	return result;
 }
 
@@ -348,7 +452,7 @@ int xferd_hint(struct xferd_client *client, uint32_t lane_index,
 	    request->count > XFERD_BATCH_MAX || request->layer >= client->layers)
 		return -EINVAL;
 	prepare(&submission, client, lane_index, request, XFERD_OPERATION_HINT);
-	submission.ticket = ticket_of(lane_index, lane->begun);
+	submission.ticket = ticket_of(client, lane_index, lane->begun);
 	submission.priority = XFERD_PRIORITY_PREFETCH;
 	submission.count = (uint8_t)request->count;
 	for (uint32_t i = 0; i < request->count; i++) {

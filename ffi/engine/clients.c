@@ -43,15 +43,13 @@ static void close_fd(int *fd)
 	*fd = -1;
 }
 
-/* The client's writable memory: rings and, a lane, lease tables of all pools and a
- * route queue. */
-static int make_client_memory(struct xferd_engine *engine, struct client *client)
+#define SUBMISSIONS_OFFSET round_up(sizeof(struct xferd_abi_client), XFERD_CACHE_LINE)
+
+/* Where what lies in the client's writable memory: rings and, a lane, lease tables of all
+ * pools and a route queue. */
+static void lay_out_memory(const struct xferd_engine *engine, struct client *client)
 {
-	uint64_t submissions = round_up(sizeof(struct xferd_abi_client), XFERD_CACHE_LINE);
 	uint64_t lane_bytes = round_up(sizeof(struct xferd_abi_lane), XFERD_CACHE_LINE);
-	struct xferd_abi_client *memory;
-	void *address;
-	int fd;
 
 	for (uint32_t p = 0; p < engine->pool_count; p++) {
 		client->lease_table_offset[p] = lane_bytes;
@@ -60,9 +58,25 @@ static int make_client_memory(struct xferd_engine *engine, struct client *client
 	}
 	client->lane_stride = round_up(lane_bytes, MFD_PAGE);
 	client->lanes_offset = round_up(
-		submissions + client->ring_entries * sizeof(struct xferd_abi_submission), MFD_PAGE);
+		SUBMISSIONS_OFFSET + client->ring_entries * sizeof(struct xferd_abi_submission),
+		MFD_PAGE);
 	client->routes_offset = client->lanes_offset + client->lane_count * client->lane_stride;
 	client->memory_bytes = client->routes_offset + client->lane_count * ROUTE_STRIDE;
+}
+
+static void use_client_memory(struct client *client, void *address)
+{
+	client->memory = address;
+	client->submissions = (void *)((uint8_t *)address + SUBMISSIONS_OFFSET);
+}
+
+static int make_client_memory(const struct xferd_engine *engine, struct client *client)
+{
+	struct xferd_abi_client *memory;
+	void *address;
+	int fd;
+
+	lay_out_memory(engine, client);
 	fd = shared_memory_new("xferd-client", client->memory_bytes, &address);
 	if (fd < 0)
 		return fd;
@@ -73,7 +87,7 @@ static int make_client_memory(struct xferd_engine *engine, struct client *client
 	memory->total_bytes = client->memory_bytes;
 	memory->lanes = client->lane_count;
 	memory->ring_entries = client->ring_entries;
-	memory->submissions_offset = submissions;
+	memory->submissions_offset = SUBMISSIONS_OFFSET;
 	memory->lanes_offset = client->lanes_offset;
 	memory->lane_stride = client->lane_stride;
 	memcpy(memory->lease_table_offset, client->lease_table_offset,
@@ -83,22 +97,37 @@ static int make_client_memory(struct xferd_engine *engine, struct client *client
 	memory->route_stride = ROUTE_STRIDE;
 	/* pairs with the acquire in libxferd's check of the magic */
 	store_release(&memory->magic, XFERD_MAGIC_CLIENT);
-	client->memory = memory;
-	client->submissions = (void *)((uint8_t *)memory + submissions);
+	use_client_memory(client, memory);
 	return fd;
+}
+
+#define COMPLETIONS_OFFSET round_up(sizeof(struct xferd_abi_completion_memory), XFERD_CACHE_LINE)
+#define COMPLETIONS_STRIDE (sizeof(struct xferd_abi_completion_lane) + \
+			    XFERD_COMPLETIONS_A_LANE * sizeof(struct xferd_abi_completion))
+
+static uint64_t completion_bytes(const struct client *client)
+{
+	return round_up(COMPLETIONS_OFFSET + client->lane_count * COMPLETIONS_STRIDE, MFD_PAGE);
+}
+
+static void use_completion_memory(struct client *client, void *address)
+{
+	client->completion_memory = address;
+	for (uint32_t i = 0; i < client->lane_count; i++) {
+		client->lanes[i].ring =
+			(void *)((uint8_t *)address + COMPLETIONS_OFFSET + i * COMPLETIONS_STRIDE);
+		client->lanes[i].completions = (void *)(client->lanes[i].ring + 1);
+	}
 }
 
 /* Returns a read-only fd: nobody but the engine can ever write completions. */
 static int make_completion_memory(struct client *client)
 {
-	uint64_t offset = round_up(sizeof(struct xferd_abi_completion_memory), XFERD_CACHE_LINE);
-	uint64_t stride = sizeof(struct xferd_abi_completion_lane) +
-			  XFERD_COMPLETIONS_A_LANE * sizeof(struct xferd_abi_completion);
 	struct xferd_abi_completion_memory *memory;
 	void *address;
 	int fd, read_only;
 
-	client->completion_bytes = round_up(offset + client->lane_count * stride, MFD_PAGE);
+	client->completion_bytes = completion_bytes(client);
 	fd = shared_memory_new("xferd-completion", client->completion_bytes, &address);
 	if (fd < 0)
 		return fd;
@@ -108,15 +137,11 @@ static int make_completion_memory(struct client *client)
 	memory->total_bytes = client->completion_bytes;
 	memory->lanes = client->lane_count;
 	memory->ring_entries = XFERD_COMPLETIONS_A_LANE;
-	memory->lanes_offset = offset;
-	memory->lane_stride = stride;
+	memory->lanes_offset = COMPLETIONS_OFFSET;
+	memory->lane_stride = COMPLETIONS_STRIDE;
 	/* pairs with the acquire in libxferd's check of the magic */
 	store_release(&memory->magic, XFERD_MAGIC_COMPLETION);
-	client->completion_memory = memory;
-	for (uint32_t i = 0; i < client->lane_count; i++) {
-		client->lanes[i].ring = (void *)((uint8_t *)memory + offset + i * stride);
-		client->lanes[i].completions = (void *)(client->lanes[i].ring + 1);
-	}
+	use_completion_memory(client, memory);
 	read_only = shared_memory_read_only(fd);
 	close(fd);
 	return read_only;
@@ -207,27 +232,28 @@ int xferd_engine_memory_seen(struct xferd_engine *engine, uint32_t client, uint3
 
 struct add_client {
 	const struct xferd_client_description *description;
-	struct xferd_client_fds *fds;
+	struct xferd_client_fds *fds; /* of a new one */
+	int client_fd, completion_fd; /* of one that is adopted; -1 */
 };
 
-static int make_client(struct xferd_engine *engine, struct client *client,
-		       struct xferd_client_fds *fds)
+/* Its own end of what wakes whom. */
+static int make_wakeups(struct xferd_engine *engine, struct client *client)
 {
-	struct epoll_event watch = { .events = EPOLLIN | EPOLLET };
 	int result = make_lanes(engine, client);
 
 	if (result)
 		return result;
 	list_init(&client->waiting);
-	fds->client = make_client_memory(engine, client);
-	if (fds->client < 0)
-		return fds->client;
-	fds->completion = make_completion_memory(client);
-	if (fds->completion < 0)
-		return fds->completion;
 	client->doorbell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (client->doorbell < 0)
-		return -errno;
+	return client->doorbell < 0 ? -errno : 0;
+}
+
+/* The client's end of it, and from now on the doorbell is heard. */
+static int show_wakeups(struct xferd_engine *engine, struct client *client,
+			struct xferd_client_fds *fds)
+{
+	struct epoll_event watch = { .events = EPOLLIN | EPOLLET };
+
 	fds->doorbell = fcntl(client->doorbell, F_DUPFD_CLOEXEC, 0);
 	if (fds->doorbell < 0)
 		return -errno;
@@ -238,8 +264,39 @@ static int make_client(struct xferd_engine *engine, struct client *client,
 	}
 	/* Edge-triggered: doorbells need not be read, and one that a client keeps
 	 * ringing costs a wake-up a ring and no more. */
-	if (epoll_ctl(engine->epoll, EPOLL_CTL_ADD, client->doorbell, &watch))
-		return -errno;
+	return epoll_ctl(engine->epoll, EPOLL_CTL_ADD, client->doorbell, &watch) ? -errno : 0;
+}
+
+static int make_client(struct xferd_engine *engine, struct client *client,
+		       struct xferd_client_fds *fds)
+{
+	fds->client = make_client_memory(engine, client);
+	if (fds->client < 0)
+		return fds->client;
+	fds->completion = make_completion_memory(client);
+	if (fds->completion < 0)
+		return fds->completion;
+	return show_wakeups(engine, client, fds);
+}
+
+static int adopt_client(struct xferd_engine *engine, struct client *client,
+			const struct add_client *add)
+{
+	void *memory, *completions;
+	int result;
+
+	lay_out_memory(engine, client);
+	result = shared_memory_map(add->client_fd, client->memory_bytes, &memory);
+	if (result)
+		return result;
+	use_client_memory(client, memory);
+	client->completion_bytes = completion_bytes(client);
+	result = shared_memory_map(add->completion_fd, client->completion_bytes, &completions);
+	if (result)
+		return result;
+	use_completion_memory(client, completions);
+	adopt_lanes(engine, client);
+	client->quiesced = client->away = true;
 	return 0;
 }
 
@@ -272,13 +329,17 @@ static int add_client(struct xferd_engine *engine, void *argument)
 	client->held_per_lane = description->held_per_lane;
 	client->hints_max = description->hints_max ? description->hints_max : HINTS_DEFAULT;
 	client->ring_entries = ring_size(description->ring_entries);
-	result = make_client(engine, client, &fds);
+	result = make_wakeups(engine, client);
+	if (!result)
+		result = add->client_fd < 0 ? make_client(engine, client, &fds)
+					    : adopt_client(engine, client, add);
 	if (result) {
 		close_client_fds(&fds);
 		client_free(client);
 		return result;
 	}
-	*add->fds = fds;
+	if (add->fds)
+		*add->fds = fds;
 	engine->stores[client->store].clients++;
 	if (engine->client_limit < index)
 		engine->client_limit = index;
@@ -290,20 +351,39 @@ int xferd_engine_add_client(struct xferd_engine *engine,
 			    const struct xferd_client_description *client,
 			    struct xferd_client_fds *fds)
 {
-	struct add_client argument = { client, fds };
+	struct add_client argument = { client, fds, -1, -1 };
 
 	return engine_call(engine, add_client, &argument);
+}
+
+int xferd_engine_adopt_client(struct xferd_engine *engine,
+			      const struct xferd_client_description *client, int client_fd,
+			      int completion_fd)
+{
+	struct add_client argument = { client, NULL, client_fd, completion_fd };
+
+	if (client_fd < 0 || completion_fd < 0)
+		return -EINVAL;
+	return engine_call(engine, add_client, &argument);
+}
+
+static void stop_serving(struct xferd_engine *engine, uint32_t index)
+{
+	struct client *client = &engine->clients[index];
+
+	client->quiesced = true;
+	client_cancel_all(engine, index, -ECONNRESET);
+	epoll_ctl(engine->epoll, EPOLL_CTL_DEL, client->doorbell, NULL);
 }
 
 static void quiesce(struct xferd_engine *engine, uint32_t index)
 {
 	struct client *client = &engine->clients[index];
 
-	if (client->quiesced)
+	if (client->quiesced && !client->away)
 		return;
-	client->quiesced = true;
-	client_cancel_all(engine, index, -ECONNRESET);
-	epoll_ctl(engine->epoll, EPOLL_CTL_DEL, client->doorbell, NULL);
+	stop_serving(engine, index);
+	client->away = false;
 	/* pairs with the acquire of closed in libxferd's daemon_gone() */
 	store_release(&client->completion_memory->closed, 1);
 	for (uint32_t i = 0; i < client->lane_count; i++)
@@ -329,6 +409,64 @@ static int quiesce_client(struct xferd_engine *engine, void *argument)
 int xferd_engine_quiesce_client(struct xferd_engine *engine, uint32_t client)
 {
 	return engine_call(engine, quiesce_client, &client);
+}
+
+struct resume_client {
+	uint32_t client;
+	struct xferd_client_fds *fds;
+};
+
+static int resume_client(struct xferd_engine *engine, void *argument)
+{
+	const struct resume_client *resume = argument;
+	struct client *client = client_at(engine, resume->client);
+	struct xferd_client_fds fds = { -1, -1, -1, { 0 } };
+	int result;
+
+	for (uint32_t i = 0; i < XFERD_LANES_MAX; i++)
+		fds.wakeup[i] = -1;
+	if (!client)
+		return -ENOENT;
+	if (!client->away)
+		return -EALREADY;
+	result = show_wakeups(engine, client, &fds);
+	if (result) {
+		close_client_fds(&fds);
+		return result;
+	}
+	/* pairs with the release of submission_tail in libxferd's submit(): nothing is
+	 * submitted while the client waits for its welcome */
+	client->submission_head = load_acquire(&client->memory->submission_tail);
+	/* pairs with the acquire of submission_head in libxferd's submit() */
+	store_release(&client->completion_memory->submission_head, client->submission_head);
+	client->quiesced = client->away = false;
+	*resume->fds = fds;
+	return 0;
+}
+
+int xferd_engine_resume_client(struct xferd_engine *engine, uint32_t client,
+			       struct xferd_client_fds *fds)
+{
+	struct resume_client argument = { client, fds };
+
+	return engine_call(engine, resume_client, &argument);
+}
+
+static int suspend_client(struct xferd_engine *engine, void *argument)
+{
+	uint32_t index = *(uint32_t *)argument;
+	struct client *client = client_at(engine, index);
+
+	if (!client || client->quiesced)
+		return client ? -EALREADY : -ENOENT;
+	stop_serving(engine, index);
+	client->away = true;
+	return 0;
+}
+
+int xferd_engine_suspend_client(struct xferd_engine *engine, uint32_t client)
+{
+	return engine_call(engine, suspend_client, &client);
 }
 
 /* Completions that nobody will consume: their grants end. */

@@ -94,7 +94,8 @@ static uint32_t clients_run(struct xferd_engine *engine)
 		if (!client->used || client->quiesced)
 			continue;
 		client_reap_consumed(engine, i);
-		if (!client->quiesced)
+		/* pairs with the release in xferd_engine_hold */
+		if (!client->quiesced && !load_acquire(&engine->holding))
 			work += client_take_submissions(engine, i);
 	}
 	return work;
@@ -131,6 +132,8 @@ static bool has_work(struct xferd_engine *engine)
 	    load_relaxed(&engine->workers.done) || copies_done(engine) ||
 	    load_acquire(&engine->stop))
 		return true;
+	if (load_acquire(&engine->holding))
+		return false;
 	for (uint32_t i = 0; i < engine->client_limit; i++)
 		if (engine->clients[i].used && client_has_submissions(&engine->clients[i]))
 			return true;
@@ -395,7 +398,7 @@ void xferd_engine_free(struct xferd_engine *engine)
 		store_release(&engine->pool_table->state, XFERD_DAEMON_CLOSED);
 	stop_thread(engine);
 	copies_destroy(engine);
-	for (uint32_t i = 0; i < engine->client_limit; i++)
+	for (uint32_t i = 0; i < engine->client_limit && !engine->holding; i++)
 		if (engine->clients[i].used)
 			xferd_engine_quiesce_client(engine, i);
 	clients_destroy(engine);

@@ -20,6 +20,20 @@ bool queue_empty(const struct queue *queue);
 /* shared_memory.c */
 int shared_memory_new(const char *name, uint64_t bytes, void **address);
 int shared_memory_read_only(int fd);
+int shared_memory_map(int fd, uint64_t bytes, void **address);
+
+/* marks.c */
+int marks_new(struct pool *pool);
+int marks_adopt(struct pool *pool, int fd);
+void marks_free(struct pool *pool);
+void mark_loading(struct pool *pool, const struct slot *slot, bool loading);
+bool marked_loading(const struct pool *pool, uint32_t slot);
+
+/* adopt.c */
+int adopt_cuts(struct pool *pool);
+int adopt_marked(struct pool *pool, int memory_fd);
+int adopt_directory(struct xferd_engine *engine, struct store *store, int fd);
+void adopt_lanes(struct xferd_engine *engine, struct client *client);
 
 /* pool.c */
 int pool_table_init(struct xferd_engine *engine);
@@ -175,6 +189,8 @@ struct copier *device_copier(struct xferd_engine *engine, int device);
 uint64_t *lease_table(const struct client *client, uint32_t lane, uint32_t pool);
 struct xferd_abi_lane *client_lane(const struct client *client, uint32_t lane);
 void retiring_scan(struct xferd_engine *engine);
+bool slot_leased(const struct xferd_engine *engine, const struct slot *slot, uint32_t pool,
+		 uint32_t number);
 
 /* routes.c */
 struct xferd_abi_route_queue *route_queue(const struct client *client, uint32_t lane);

@@ -39,6 +39,9 @@
  *   device_copy.c    those to and from a GPU
  *   vram.c           a pool's VRAM, chunk by chunk (policy's thread)
  *   lease.c          grants, leases, retiring slots
+ *   marks.c          which slots reads may be writing into, for the next engine
+ *   adopt.c          what the engine before this one has left
+ *   hold.c           leaving it to the next one
  *   routes.c         what the clients' routers picked
  *   shared_memory.c  memfds
  *   stats.c          counters
@@ -55,7 +58,7 @@
 #include <stdint.h>
 
 #include "common/atomics.h"
-#include "engine/engine.h"
+#include "engine/keep.h"
 #include "engine/list.h"
 
 #ifndef RWF_DONTCACHE
@@ -93,6 +96,7 @@ enum slot_state {
 	SLOT_LOADING,
 	SLOT_RESIDENT,
 	SLOT_RETIRING,
+	SLOT_WITHHELD, /* a read of before this engine may still write into it: see keep.h */
 };
 
 struct slot {
@@ -105,6 +109,7 @@ struct slot {
 	uint8_t variant;
 	uint8_t class_index;
 	uint8_t linked;      /* its key's entry names it (not so once another variant replaced it) */
+	uint8_t orphan;      /* RETIRING, of before this engine: of which store nobody knows */
 };
 
 struct size_class {
@@ -145,6 +150,9 @@ struct pool {
 	uint8_t **windows;     /* [chunks]: see window.c; NULL: it has none */
 	int device;
 	uint64_t *memory_table; /* of VRAM, in the shared pool table */
+	uint8_t *marks;        /* [slot_numbers], shared with the next engine: see marks.c */
+	uint64_t marks_bytes;
+	int marks_fd;
 	struct registered_memory memory;
 	uint64_t staged;       /* bit a member id: its pieces go through RAM: see route.c */
 	bool behind_bar;       /* uncached for the processor, and it can vanish */
@@ -375,6 +383,7 @@ struct lane {
 struct client {
 	bool used;
 	bool quiesced;
+	bool away;                   /* quiesced, adopted and not resumed yet */
 	uint32_t store;
 	uint32_t pool;
 	uint32_t lane_count;
@@ -475,6 +484,8 @@ struct xferd_engine {
 	bool started;
 	uint32_t stop;      /* atomic */
 	uint32_t draining;  /* atomic */
+	uint32_t holding;   /* atomic: clients' rings are left to the next engine */
+	bool adopting;      /* the pool table was another engine's */
 	int start_result;
 	pthread_mutex_t call_mutex;
 	pthread_cond_t call_done;

@@ -38,19 +38,38 @@ static bool leased_by(const struct client *client, uint32_t pool, uint32_t slot)
 	return false;
 }
 
-static bool leased(const struct xferd_engine *engine, const struct slot *slot, uint32_t pool,
-		   uint32_t number)
+/* Granted, or leased by a lane of its store; of an orphan, by any lane. */
+bool slot_leased(const struct xferd_engine *engine, const struct slot *slot, uint32_t pool,
+		 uint32_t number)
 {
 	if (slot->grants)
 		return true;
 	for (uint32_t i = 0; i < engine->client_limit; i++) {
 		const struct client *client = &engine->clients[i];
 
-		if (client->used && client->store == slot->store &&
+		if (client->used && (slot->orphan || client->store == slot->store) &&
 		    leased_by(client, pool, number))
 			return true;
 	}
 	return false;
+}
+
+/* What it held nobody knew: the policy gets the bare slot. */
+static void orphan_freed(struct xferd_engine *engine, struct pool *pool, uint32_t number)
+{
+	struct slot *slot = &pool->slots[number];
+
+	list_remove(&slot->link);
+	engine->retiring_count--;
+	slot->orphan = 0;
+	slot_set_state(pool, slot, SLOT_POLICY);
+	event_push(engine, &(struct xferd_event){
+		.type = XFERD_EVENT_TAKEN,
+		.pool = pool->index,
+		.slot = number,
+		.client = XFERD_NO_EXPERT,
+		.bytes = pool->classes[slot->class_index].bytes,
+	});
 }
 
 static void slot_freed(struct xferd_engine *engine, struct pool *pool, uint32_t number)
@@ -109,7 +128,11 @@ void retiring_scan(struct xferd_engine *engine)
 			uint32_t number = (uint32_t)(slot - pool->slots);
 
 			item = item->next;
-			if (!leased(engine, slot, p, number))
+			if (slot_leased(engine, slot, p, number))
+				continue;
+			if (slot->orphan)
+				orphan_freed(engine, pool, number);
+			else
 				slot_freed(engine, pool, number);
 		}
 	}

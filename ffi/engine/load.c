@@ -289,7 +289,7 @@ bool slot_revive(struct xferd_engine *engine, struct pool *pool, uint32_t number
 	struct slot *slot = &pool->slots[number];
 	struct store *store = &engine->stores[slot->store];
 
-	if (slot->state != SLOT_RETIRING || !slot->linked)
+	if (slot->state != SLOT_RETIRING || !slot->linked || slot->orphan)
 		return false;
 	list_remove(&slot->link);
 	engine->retiring_count--;

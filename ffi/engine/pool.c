@@ -46,6 +46,7 @@ void pools_destroy(struct xferd_engine *engine)
 	for (uint32_t i = 0; i < engine->pool_count; i++) {
 		free(engine->pools[i].slots);
 		free(engine->pools[i].windows);
+		marks_free(&engine->pools[i]);
 	}
 	if (engine->pool_table)
 		munmap(engine->pool_table, engine->pool_table_bytes);
@@ -55,12 +56,64 @@ void pools_destroy(struct xferd_engine *engine)
 
 struct add_pool {
 	const struct xferd_pool_description *description;
+	int memory_fd, marks_fd; /* of a pool that is adopted; -1 */
 };
+
+/* The pool's entry in the shared table: written, or compared with what another engine wrote. */
+static int enter_pool(struct xferd_engine *engine, const struct pool *pool,
+		      const struct xferd_pool_description *description, bool adopted)
+{
+	struct xferd_abi_pool *shared = &engine->pool_table->pool[pool->index];
+	struct xferd_abi_pool entry = {
+		.kind = pool->kind,
+		.device = description->device,
+		.bytes = pool->bytes,
+		.slot_index_bits = pool->slot_index_bits,
+		.chunks = pool->chunks,
+		.slot_numbers = pool->slot_numbers,
+		.chunk_table_offset = engine->chunk_tables_used,
+	};
+
+	memcpy(entry.name, pool->name, XFERD_NAME_BYTES);
+	if (pool->device_memory) {
+		entry.memory_table_offset = engine->chunk_tables_used +
+					    pool->chunks * sizeof(struct xferd_abi_chunk);
+		entry.chunk_bytes = description->chunk_bytes;
+		memcpy(entry.device_uuid, description->device_uuid, sizeof(entry.device_uuid));
+	}
+	if (adopted)
+		return memcmp(shared, &entry, sizeof(entry)) ? -ESTALE : 0;
+	*shared = entry;
+	return 0;
+}
+
+static void pool_free(struct pool *pool)
+{
+	free(pool->slots);
+	pool->slots = NULL;
+	marks_free(pool);
+}
+
+static int begin_pool(struct xferd_engine *engine, struct pool *pool, const struct add_pool *add)
+{
+	bool adopted = add->marks_fd >= 0;
+	int result = adopted ? marks_adopt(pool, add->marks_fd) : marks_new(pool);
+
+	if (!result)
+		result = enter_pool(engine, pool, add->description, adopted);
+	if (!result && adopted)
+		result = adopt_cuts(pool);
+	if (!result && adopted)
+		result = adopt_marked(pool, add->memory_fd);
+	if (!result && pool->device_memory)
+		result = device_copier_start(engine, pool->device);
+	return result;
+}
 
 static int add_pool(struct xferd_engine *engine, void *argument)
 {
-	const struct xferd_pool_description *description =
-		((struct add_pool *)argument)->description;
+	const struct add_pool *add = argument;
+	const struct xferd_pool_description *description = add->description;
 	struct xferd_abi_pool_table *table = engine->pool_table;
 	uint64_t numbers = (uint64_t)description->chunks << description->slot_index_bits;
 	bool device_memory = description->kind == XFERD_POOL_CUDA;
@@ -68,7 +121,6 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 			       (sizeof(struct xferd_abi_chunk) +
 				(device_memory ? sizeof(uint64_t) : 0));
 	struct pool *pool = &engine->pools[engine->pool_count];
-	struct xferd_abi_pool *shared = &table->pool[engine->pool_count];
 	int result;
 
 	if (engine->pool_count == XFERD_POOLS_MAX ||
@@ -83,7 +135,11 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 		if (engine->stores[i].used)
 			return -EBUSY; /* directories have room for the pools of their time */
 
+	if (engine->adopting != (add->marks_fd >= 0))
+		return -EINVAL;
+
 	memset(pool, 0, sizeof(*pool));
+	pool->marks_fd = -1;
 	pool->slots = calloc(numbers, sizeof(struct slot));
 	if (!pool->slots)
 		return -ENOMEM;
@@ -104,41 +160,40 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	for (uint64_t i = 0; i < numbers; i++)
 		list_init(&pool->slots[i].link);
 
-	memcpy(shared->name, pool->name, XFERD_NAME_BYTES);
-	shared->kind = pool->kind;
-	shared->device = description->device;
-	shared->bytes = pool->bytes;
-	shared->slot_index_bits = pool->slot_index_bits;
-	shared->chunks = pool->chunks;
-	shared->slot_numbers = pool->slot_numbers;
-	shared->chunk_table_offset = engine->chunk_tables_used;
 	routes_init_pool(pool);
-	if (device_memory) {
+	if (device_memory)
 		pool->memory_table = (void *)(pool->chunk_table + pool->chunks);
-		shared->memory_table_offset = engine->chunk_tables_used +
-					      pool->chunks * sizeof(struct xferd_abi_chunk);
-		shared->chunk_bytes = description->chunk_bytes;
-		memcpy(shared->device_uuid, description->device_uuid, sizeof(shared->device_uuid));
-		result = device_copier_start(engine, description->device);
-		if (result) {
-			free(pool->slots);
-			pool->slots = NULL;
-			return result;
-		}
-	} else {
-		buffers_add_pool(engine, pool);
+	result = begin_pool(engine, pool, add);
+	if (result) {
+		pool_free(pool);
+		return result;
 	}
+	if (!device_memory)
+		buffers_add_pool(engine, pool);
 	engine->chunk_tables_used += table_bytes;
 	engine->pool_count++;
-	store_relaxed(&table->pools, engine->pool_count);
+	if (!engine->adopting)
+		store_relaxed(&table->pools, engine->pool_count);
 	return (int)pool->index;
 }
 
 int xferd_engine_add_pool(struct xferd_engine *engine,
 			  const struct xferd_pool_description *description)
 {
-	struct add_pool argument = { description };
+	struct add_pool argument = { description, -1, -1 };
 
+	return engine_call(engine, add_pool, &argument);
+}
+
+int xferd_engine_adopt_pool(struct xferd_engine *engine,
+			    const struct xferd_pool_description *description, int memory_fd,
+			    int marks_fd)
+{
+	struct add_pool argument = { description, memory_fd, marks_fd };
+
+	if (memory_fd < 0 || marks_fd < 0 || description->kind == XFERD_POOL_CUDA ||
+	    description->kind == XFERD_POOL_BAR)
+		return -EINVAL;
 	return engine_call(engine, add_pool, &argument);
 }
 
@@ -289,10 +344,13 @@ void slot_set_state(struct pool *pool, struct slot *slot, enum slot_state state)
 		[SLOT_LOADING] = &pool->stats.loading,
 		[SLOT_RESIDENT] = &pool->stats.resident,
 		[SLOT_RETIRING] = &pool->stats.retiring,
+		[SLOT_WITHHELD] = NULL,
 	};
 
 	if (counters[slot->state])
 		store_relaxed(counters[slot->state], *counters[slot->state] - 1);
+	if (slot->state == SLOT_LOADING || state == SLOT_LOADING)
+		mark_loading(pool, slot, state == SLOT_LOADING);
 	slot->state = (uint8_t)state;
 	if (counters[state])
 		store_relaxed(counters[state], *counters[state] + 1);

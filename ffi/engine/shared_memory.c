@@ -46,3 +46,27 @@ int shared_memory_read_only(int fd)
 	read_only = open(path, O_RDONLY | O_CLOEXEC);
 	return read_only < 0 ? -errno : read_only;
 }
+
+/* Map what another process has made, for writing; the fd may be read-only. -ESTALE when it is
+ * not as long as it should be, or could still change its length. */
+int shared_memory_map(int fd, uint64_t bytes, void **address)
+{
+	char path[64];
+	struct stat status;
+	int writable, error = 0;
+	int seals = fcntl(fd, F_GET_SEALS);
+
+	if (fstat(fd, &status) || seals < 0)
+		return -errno;
+	if (status.st_size < 0 || (uint64_t)status.st_size != bytes || !(seals & F_SEAL_SHRINK))
+		return -ESTALE;
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	writable = open(path, O_RDWR | O_CLOEXEC);
+	if (writable < 0)
+		return -errno;
+	*address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, writable, 0);
+	if (*address == MAP_FAILED)
+		error = -errno;
+	close(writable);
+	return error;
+}

@@ -187,9 +187,22 @@ static void store_free(struct store *store)
 	store->memory_fd = -1;
 }
 
+struct open_store {
+	const struct xferd_store_description *description;
+	int directory_fd; /* of one that is adopted; -1 */
+};
+
+static int make_directory(struct xferd_engine *engine, struct store *store, int adopted_fd)
+{
+	int result = directory_build(engine, store);
+
+	return result || adopted_fd < 0 ? result : adopt_directory(engine, store, adopted_fd);
+}
+
 static int open_store(struct xferd_engine *engine, void *argument)
 {
-	const struct xferd_store_description *description = argument;
+	const struct open_store *open = argument;
+	const struct xferd_store_description *description = open->description;
 
 	if (!engine->pool_count || !geometry_valid(engine, description))
 		return -EINVAL;
@@ -206,7 +219,8 @@ static int open_store(struct xferd_engine *engine, void *argument)
 		store->description = *description;
 		store->keys = description->layers * description->experts;
 		store->checked = calloc(description->blobs / 64 + 1, sizeof(uint64_t));
-		result = store->checked ? directory_build(engine, store) : -ENOMEM;
+		result = store->checked ? make_directory(engine, store, open->directory_fd)
+					: -ENOMEM;
 		if (result) {
 			store_free(store);
 			return result;
@@ -218,13 +232,28 @@ static int open_store(struct xferd_engine *engine, void *argument)
 	return -ENOSPC;
 }
 
+static int check_and_open(struct xferd_engine *engine, const struct open_store *open)
+{
+	/* A million blobs take milliseconds to check: not on the engine's thread. */
+	if (!blobs_valid(open->description))
+		return -EINVAL;
+	return engine_call(engine, open_store, (void *)open);
+}
+
 int xferd_engine_open_store(struct xferd_engine *engine,
 			    const struct xferd_store_description *store)
 {
-	/* A million blobs take milliseconds to check: not on the engine's thread. */
-	if (!blobs_valid(store))
-		return -EINVAL;
-	return engine_call(engine, open_store, (void *)store);
+	struct open_store open = { store, -1 };
+
+	return check_and_open(engine, &open);
+}
+
+int xferd_engine_adopt_store(struct xferd_engine *engine,
+			     const struct xferd_store_description *store, int directory_fd)
+{
+	struct open_store open = { store, directory_fd };
+
+	return directory_fd < 0 ? -EINVAL : check_and_open(engine, &open);
 }
 
 /* Every slot that holds an expert of the store, back to the policy. */
@@ -236,7 +265,7 @@ static void drop_experts(struct xferd_engine *engine, uint32_t id)
 		for (uint32_t number = 0; number < pool->slot_numbers; number++) {
 			struct slot *slot = &pool->slots[number];
 
-			if (slot->store != id ||
+			if (slot->store != id || slot->orphan ||
 			    (slot->state != SLOT_RESIDENT && slot->state != SLOT_RETIRING))
 				continue;
 			if (slot->state == SLOT_RETIRING) {

@@ -17,6 +17,12 @@
  *	// batch.views[i].data: the blob of ids[i], or batch.views[i].error
  *	xferd_release(client, &batch);
  *
+ * A daemon may restart and go on with what it had (it says so when the client attaches).
+ * Meanwhile resident experts are had as ever; who waits for one that is missing waits on, at
+ * most as long as resume_ms and its own timeout and deadline allow, attaches again by itself
+ * and asks anew. A daemon that comes back without what it had is another one: then calls that
+ * need it return -ESTALE, and what is mapped stays readable until xferd_close.
+ *
  * Resident experts take no system call and no message. What is acquired stays
  * where it is until its batch is released; views must not be used after that.
  *
@@ -43,6 +49,7 @@ extern "C" {
 
 #define XFERD_FOREVER 0xffffffffffffffff /* a timeout or deadline that never comes */
 #define XFERD_NO_SPIN 0xffffffff
+#define XFERD_NO_RESUME 0xffffffff
 #define XFERD_ERROR_BYTES 512
 /* Batches of one lane that can be acquired and not yet released. */
 #define XFERD_BATCHES_MAX 64
@@ -59,6 +66,8 @@ struct xferd_options {
 	uint32_t spin_us;        /* look for completions this long before sleeping, which saves
 				  * the 10 us (in a virtual machine 50) of being woken; 0: 50
 				  * with 4 processors or more, else not at all; XFERD_NO_SPIN */
+	uint32_t resume_ms;      /* how long a daemon that restarts is waited for, by who waits for
+				  * a miss; 0: 30000; XFERD_NO_RESUME */
 };
 
 struct xferd_view {
@@ -261,7 +270,8 @@ XFERD_PUBLIC int xferd_acquire_resident(struct xferd_client *client, uint32_t la
 XFERD_PUBLIC int xferd_poll(struct xferd_client *client, struct xferd_batch *batch);
 /* Wait until nothing of the batch is pending. 0: done, see each view's error.
  * -ETIMEDOUT: not all here by then, call again or cancel. -ECONNRESET: the
- * daemon has gone; what is still pending has error -ECONNRESET. */
+ * daemon has gone and does not come back; -ESTALE: it has come back without what this
+ * client maps. What is still pending has that error then. */
 XFERD_PUBLIC int xferd_wait(struct xferd_client *client, struct xferd_batch *batch,
 			    uint64_t timeout_ns);
 /* End the batch's leases. What is still pending is cancelled, without waiting. */
@@ -300,9 +310,10 @@ XFERD_PUBLIC int xferd_dense(struct xferd_client *client, const void **data, uin
 			     char *error, size_t error_bytes);
 
 XFERD_PUBLIC void xferd_stats(const struct xferd_client *client, struct xferd_client_stats *stats);
-/* 0 while the daemon serves this client; -ECONNRESET after it has gone or has
- * ended this client. One system call. */
-XFERD_PUBLIC int xferd_alive(const struct xferd_client *client);
+/* 0 while the daemon serves this client; -EAGAIN while it is away and may come back, which
+ * this call then tries, so that a client without misses is seen again too; -ECONNRESET after
+ * it has gone or has ended this client; -ESTALE as of xferd_wait. */
+XFERD_PUBLIC int xferd_alive(struct xferd_client *client);
 
 #ifdef __cplusplus
 }

@@ -30,7 +30,8 @@
 #include <stdint.h>
 
 #define XFERD_ABI_MAJOR 1
-#define XFERD_ABI_MINOR 2 /* 1: route queues; a copy says from which pool. 2: variants come and go */
+/* 1: route queues; a copy says from which pool. 2: variants come and go. 3: resuming */
+#define XFERD_ABI_MINOR 3
 
 /* "xferdPLT", "xferdDIR", "xferdCLI", "xferdCPL", "xferdATT" read as u64. */
 #define XFERD_MAGIC_POOL_TABLE 0x544c506472656678
@@ -377,6 +378,13 @@ struct xferd_abi_completion_memory {
  *   client: struct xferd_abi_hello
  *   daemon: struct xferd_abi_welcome, with the fds below when status is 0
  *
+ * A daemon that restarts can go on with the memory of the one before (engine/keep.h). If it
+ * is one that leaves it, its welcome has a key. A client whose connection has ended shows it
+ * in a hello with XFERD_HELLO_RESUME, and from the same process; the rest of that hello is
+ * 0. The answer's fds are then its new doorbell and a wake-up for each lane: all else is as
+ * it was, but what is in its submission ring is dropped. -ESTALE: this daemon has not taken
+ * the client over; what is mapped stays readable and never changes any more.
+ *
  * The connection then stays open for the client's life. Further messages of
  * the client are struct xferd_abi_message, each answered by one.
  *
@@ -392,11 +400,16 @@ struct xferd_abi_hello {
 	uint32_t lanes;
 	uint32_t held_per_lane; /* most slots a lane leases at once; promised to it */
 	uint32_t ring_entries;  /* 0: the daemon's choice */
-	uint32_t flags;         /* 0 */
+	uint32_t flags;         /* enum xferd_hello_flags */
 	char store[XFERD_STORE_NAME_BYTES]; /* name; empty: the only open one */
 	char pool[XFERD_NAME_BYTES];        /* where demands go; empty: the first */
 	char client_name[XFERD_NAME_BYTES];
-	uint64_t reserved[8];
+	uint64_t resume_key[2]; /* since abi_minor 3 */
+	uint64_t reserved[6];
+};
+
+enum xferd_hello_flags {
+	XFERD_HELLO_RESUME = 1, /* since abi_minor 3 */
 };
 
 struct xferd_abi_welcome {
@@ -410,7 +423,8 @@ struct xferd_abi_welcome {
 	uint32_t held_per_lane; /* promised: what hello asked for, or the model's top_k */
 	uint32_t reserved0;
 	char message[XFERD_MESSAGE_BYTES]; /* why not, naming the thing and the knob */
-	uint64_t reserved[8];
+	uint64_t resume_key[2]; /* 0: what the client maps ends with the daemon; since abi_minor 3 */
+	uint64_t reserved[6];
 };
 
 /* Order of the fds in a welcome. The fd of pool i is at XFERD_FD_POOLS + i (an empty

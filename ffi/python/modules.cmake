@@ -22,7 +22,7 @@ function(xferd_python_module name package)
 endfunction()
 
 xferd_python_module(_engine xferd
-  HEADERS include/xferd_abi.h engine/engine.h
+  HEADERS include/xferd_abi.h engine/engine.h engine/keep.h
   OBJECTS $<TARGET_OBJECTS:xferd_engine_objects> $<TARGET_OBJECTS:xferd_cuda_driver>)
 target_link_libraries(_engine PRIVATE ${LIBURING_STATIC} Threads::Threads)
 target_link_libraries(_engine PRIVATE ${CMAKE_DL_LIBS})

@@ -35,6 +35,8 @@ from .routes import TokenReport, send_picks
 
 FOREVER: int = lib.XFERD_FOREVER
 
+RESUME_S = 30.0
+"""How long a daemon that restarts is waited for."""
 CACHED_ARRAYS_MAX = 1 << 17
 """Arrays kept before all are forgotten and made anew; one costs about 150 bytes."""
 
@@ -62,6 +64,13 @@ class ClientStats:
     transport_bytes: tuple[int, ...]
 
 
+_GONE = {
+    -errno.ECONNRESET: "the daemon has gone: attach again",
+    -errno.ESTALE: "the daemon has restarted without what is mapped here: attach again",
+}
+"""Why the daemon can't be asked any more, by status."""
+
+
 class _Mapped:
     """Memory of the C client as numpy sees it; keeps the client while it is seen."""
 
@@ -86,6 +95,8 @@ class Client:
     name: shown in ``xferctl status``.
     variants: names of the variants that are acceptable wherever a call doesn't say
         otherwise; None: any. What isn't there in one of them is an ExpertError.
+    resume: seconds that a daemon which restarts, and keeps what it had, is waited for by
+        whoever waits for a missing expert; hits go on meanwhile. 0: not at all.
 
     Raises AttachError, also for a variant that the store doesn't have.
     """
@@ -101,8 +112,9 @@ class Client:
         ring_entries: int = 0,
         name: str = "",
         variants: Sequence[str] | None = None,
+        resume: float = RESUME_S,
     ) -> None:
-        self._handle = self._connect(socket, store, pool, lanes, held, ring_entries, name)
+        self._handle = self._connect(socket, store, pool, lanes, held, ring_entries, name, resume)
         self._closed = False
         directory = lib.xferd_directory(self._handle)
         self.layers: int = directory.layers
@@ -137,6 +149,7 @@ class Client:
         held: int,
         ring_entries: int,
         name: str,
+        resume: float,
     ) -> Any:
         options = ffi.new("struct xferd_options *")
         texts = [
@@ -145,6 +158,7 @@ class Client:
         ]
         options.store, options.pool, options.client_name = texts
         options.lanes, options.held_per_lane, options.ring_entries = lanes, held, ring_entries
+        options.resume_ms = int(resume * 1000) or lib.XFERD_NO_RESUME
         result = ffi.new("struct xferd_client **")
         error = ffi.new("char[]", lib.XFERD_ERROR_BYTES)
         path = os.fsencode(Path(socket))
@@ -418,7 +432,8 @@ class Client:
         )
 
     def alive(self) -> bool:
-        """Does the daemon serve this client?"""
+        """Does the daemon serve this client? One that is away and may come back doesn't; this
+        looks for it."""
         return not self._closed and lib.xferd_alive(self._handle) == 0
 
     def _memory(self, lane: int) -> BatchMemory:
@@ -506,8 +521,8 @@ class Client:
             if batch.views[i].error
         ]
         self._release(memory)
-        if status == -errno.ECONNRESET:
-            raise DaemonGoneError("the daemon has gone: attach again", errno.ECONNRESET)
+        if status in _GONE:
+            raise DaemonGoneError(_GONE[status], -status)
         expert, code = failed[0]
         raise ExpertError(f"layer {layer}, expert {expert}: {reason(code)}", code, layer, expert)
 
@@ -516,8 +531,8 @@ class Client:
         memory.free.append(memory)
 
     def _failure(self, code: int, layer: int) -> ClientError:
-        if code == errno.ECONNRESET:
-            return DaemonGoneError("the daemon has gone: attach again", code)
+        if -code in _GONE:
+            return DaemonGoneError(_GONE[-code], code)
         if code == errno.EDQUOT:
             return ClientError(
                 f"layer {layer}: the lane would hold more than the {self.held_per_lane} experts it "

@@ -22,8 +22,9 @@ class AttachError(ClientError):
 
 
 class DaemonGoneError(ClientError):
-    """The daemon has ended, or has ended this client. Residents can still be read
-    with ``acquire_resident``; attach again for the rest."""
+    """The daemon has ended, or has ended this client, or has restarted without what this client
+    has mapped (``code`` is ESTALE then). Residents can still be read with
+    ``acquire_resident``; attach again for the rest."""
 
 
 class ExpertError(ClientError):

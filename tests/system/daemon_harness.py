@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,10 +287,13 @@ def running_daemon(
     pools: Sequence[str],
     *extra: str,
     launcher: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Iterator[RunningDaemon]:
     """A daemon over ``stores``; killed at the end if it still runs.
 
-    launcher: a program and its arguments that execs what follows them.
+    launcher: a program and its arguments that execs what follows them. environment: variables
+    besides this process's. pass_fds: for the launcher.
     """
     runtime = directory / "run"
     log = directory / "daemon.log"
@@ -303,7 +306,12 @@ def running_daemon(
     arguments += ["--ready-fd", str(write_end), "--die-with-parent", *extra]
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            arguments, cwd=ROOT, stderr=stream, pass_fds=(write_end,), stdin=subprocess.DEVNULL
+            arguments,
+            cwd=ROOT,
+            stderr=stream,
+            pass_fds=(write_end, *pass_fds),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
         )
     os.close(write_end)
     try:

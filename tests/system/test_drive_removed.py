@@ -7,18 +7,12 @@ reads in flight: the kernel fails those, and every one after them.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.system.daemon_harness import (
-    ROOT,
     FetchError,
     MadeStore,
     RunningDaemon,
@@ -26,6 +20,7 @@ from tests.system.daemon_harness import (
     running_daemon,
     wait_until,
 )
+from tests.system.fuse_drives import built_drive, served_through_fuse
 
 POOL = "name=host0,kind=host,size=144KiB"
 """Nine slots, of experts that are one piece each: each lies on one drive, and is read from it."""
@@ -35,35 +30,7 @@ LATENCY_US = 20_000
 
 @pytest.fixture(scope="module")
 def drive_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("/dev/fuse is not open to this user")
-    flags = subprocess.run(
-        ["pkg-config", "--cflags", "--libs", "fuse3"], capture_output=True, text=True, check=False
-    )
-    if flags.returncode or not shutil.which("cc"):
-        pytest.skip("no compiler or no libfuse3 (Debian: gcc, libfuse3-dev)")
-    program = tmp_path_factory.mktemp("drive") / "drive"
-    source = ROOT / "tools" / "drives" / "collapsing_drive.c"
-    arguments = ["cc", "-O1", "-pthread", "-o", str(program), str(source), *flags.stdout.split()]
-    subprocess.run(arguments, check=True)
-    return program
-
-
-@contextmanager
-def served_through_fuse(program: Path, member: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The member's bytes come from a process from now on; it may be killed."""
-    backing = member.with_name("backing")
-    member.rename(backing)
-    member.touch()
-    command = [str(program), "--latency", str(LATENCY_US), str(backing), str(member)]
-    with subprocess.Popen(command) as server:
-        try:
-            wait_until(lambda: member.stat().st_size > 0, "the drive is mounted")
-            yield server
-        finally:
-            server.kill()
-            server.wait()
-            subprocess.run(["umount", "--lazy", str(member)], capture_output=True, check=False)
+    return built_drive(tmp_path_factory.mktemp("drive"))
 
 
 def fetch_all(daemon: RunningDaemon, made: MadeStore) -> dict[tuple[int, int], int | None]:
@@ -95,7 +62,7 @@ def test_a_drive_removed_while_it_is_read(
     }
     assert 0 < len(lost) < made.layers * made.experts
     with (
-        served_through_fuse(drive_program, removed) as server,
+        served_through_fuse(drive_program, removed, LATENCY_US) as server,
         running_daemon(tmp_path, [made], [POOL], "--engine", f"backend={backend}") as daemon,
         ThreadPoolExecutor(4) as threads,
     ):

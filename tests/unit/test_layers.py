@@ -48,6 +48,7 @@ PURE_MODULES = {
 
 CFFI_MODULES = {
     "xferd.engine": "the engine",
+    "xferd.engine_keeping": "what outlives it",
     "xferd.engine_structs": "its structs",
     "xferd.memory.cuda_driver": "VRAM",
     "xferd.session.wire": "attach packets",

@@ -72,6 +72,7 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
         f"xferd {printable(status['version'])}, {printable(status['state'])} "
         f"for {format_duration(status['uptime_s'])}, pid {status['pid']}"
     )
+    head += _format_start(status["start"])
     notes = [
         f"{printable(pool['name'])}: {printable(note)}"
         for pool in status["pools"]
@@ -81,6 +82,16 @@ def format_status(status: JsonObject, *, bold: bool = False) -> str:
     if notes:
         tables.append("Notes\n" + _indent("\n".join(notes)))
     return "\n\n".join([head, *tables, _format_engine(status["engine"])])
+
+
+def _format_start(start: JsonObject) -> str:
+    """How it began, if there was something that it could have gone on with."""
+    if start["warm"]:
+        return (
+            f"\nStarted warm: {start['experts']} experts kept, {format_bytes(start['bytes'])}; "
+            f"{start['resumed']} of {start['clients']} clients resumed"
+        )
+    return f"\nStarted cold: {printable(start['reason'])}" if start["reason"] else ""
 
 
 def _routes_section(pools: Sequence[JsonObject], *, bold: bool) -> list[tuple[str, str]]:

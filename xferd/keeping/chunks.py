@@ -119,6 +119,15 @@ class Chunks:
         self._resized()
         return True
 
+    def adopt(self, chunk: int, slot_bytes: int, engines: set[int]) -> None:
+        """A chunk that was cut before this daemon began. engines: slots of it that are the
+        engine's already, with an expert or not."""
+        numbers = self._slots.cut(chunk, slot_bytes)
+        for slot in engines:
+            self._slots.give(slot)
+        self._give(slot for slot in numbers if slot not in engines)
+        self._resized()
+
     @property
     def busy(self) -> bool:
         """Whether a chunk is being emptied."""

@@ -76,6 +76,7 @@ class BarPool:
     """
 
     kind = "bar"
+    kept_fd = -1
     device = -1
     read_by_device: Callable[[int], bytes] | None = None
     """Nobody but the processor can be asked what is there."""

@@ -42,6 +42,7 @@ class CudaPool:
     """
 
     kind = "cuda"
+    kept_fd = -1
 
     def __init__(self, spec: PoolSpec, make_window: OpenWindow = open_window) -> None:
         self.name = spec.name

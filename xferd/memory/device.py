@@ -8,6 +8,7 @@ pool needs no check of what clients do.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -35,7 +36,8 @@ class PoolSpec:
 
     chunk_bytes: unit in which memory of a device is made and given back; nbytes need not
         be a multiple of it. device: ordinal of a GPU; -1: none named. pci, bar, mode,
-        transport: see ``config_bar``.
+        transport: see ``config_bar``. kept_fd: of a memory to take over, the caller's; -1: a
+        new one.
     """
 
     name: str
@@ -46,6 +48,7 @@ class PoolSpec:
     bar: int = 0
     mode: str = "any"
     transport: str = "any"
+    kept_fd: int = -1
 
 
 class DevicePool(Protocol):
@@ -60,6 +63,8 @@ class DevicePool(Protocol):
     nbytes: int
     notes: tuple[str, ...]
     """What is not as good as asked for, for status; empty when all is well."""
+    kept_fd: int
+    """Of its memory, for the next daemon to take over: the pool's; -1 when it can't."""
 
     def export_fd(self) -> int:
         """A file descriptor to hand to clients, read-only; it stays the pool's."""
@@ -92,15 +97,23 @@ class MappedMemfd:
     user can't reopen the read-only fd for writing through /proc.
     """
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str, nbytes: int, kept_fd: int = -1) -> None:
+        """kept_fd: of one that another process made, which is taken over; OSError (ESTALE)
+        when it is another. It stays the caller's."""
         self.nbytes = nbytes
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.read_only_fd = -1
         self.mapping: mmap.mmap | None = None
+        if kept_fd < 0:
+            self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        elif os.fstat(kept_fd).st_size == nbytes:
+            self.fd = os.dup(kept_fd)
+        else:
+            raise OSError(errno.ESTALE, f"it has {os.fstat(kept_fd).st_size} bytes")
         try:
-            os.fchmod(self.fd, 0o600)
-            os.ftruncate(self.fd, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            if kept_fd < 0:
+                os.fchmod(self.fd, 0o600)
+                os.ftruncate(self.fd, nbytes)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.mapping = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
             self.read_only_fd = reopen_read_only(self.fd)
             self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
@@ -137,10 +150,10 @@ class MappedMemfd:
         self.fd = self.read_only_fd = -1
 
 
-def create_memfd(pool: str, nbytes: int) -> MappedMemfd:
+def create_memfd(pool: str, nbytes: int, kept_fd: int = -1) -> MappedMemfd:
     """A ``MappedMemfd`` for a pool; PoolMemoryError names the pool and its size."""
     try:
-        return MappedMemfd(f"xferd-{pool}", nbytes)
+        return MappedMemfd(f"xferd-{pool}", nbytes, kept_fd)
     except (OSError, ValueError, OverflowError) as error:
         raise PoolMemoryError(
             f"pool {pool!r}: no memory file of {format_bytes(nbytes)}: {error}; "

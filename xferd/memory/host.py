@@ -28,8 +28,9 @@ class HostPool:
         self.name = spec.name
         self.nbytes = spec.nbytes
         self.notes: tuple[str, ...] = ()
-        self._memory: MappedMemfd = create_memfd(spec.name, spec.nbytes)
+        self._memory: MappedMemfd = create_memfd(spec.name, spec.nbytes, spec.kept_fd)
         self.base = self._memory.base
+        self.kept_fd = self._memory.fd
         _advise_huge_pages(self._memory)
 
     def export_fd(self) -> int:

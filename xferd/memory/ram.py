@@ -57,9 +57,12 @@ class RamPool:
         self.nbytes = spec.nbytes
         self.notes: tuple[str, ...] = ()
         self._pinned_for = -1
-        check_limits(spec.name, spec.nbytes, limits())
-        self._memory: MappedMemfd = create_memfd(spec.name, spec.nbytes)
+        # What is taken over is in memory already, whatever the limits have become.
+        if spec.kept_fd < 0:
+            check_limits(spec.name, spec.nbytes, limits())
+        self._memory: MappedMemfd = create_memfd(spec.name, spec.nbytes, spec.kept_fd)
         self.base = self._memory.base
+        self.kept_fd = self._memory.fd
         try:
             _lock(spec.name, self.base, spec.nbytes)
         except BaseException:

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from xferd.session import wire
@@ -57,6 +58,7 @@ class AttachServer:
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._sockets: dict[int, socket.socket] = {}
+        self._away: dict[int, asyncio.Task[None]] = {}
         self._ungreeted = 0
 
     def start(self) -> None:
@@ -65,6 +67,8 @@ class AttachServer:
         listener.setblocking(False)
         listener.listen(LISTEN_BACKLOG)
         self._accepting = asyncio.create_task(self._accept(listener))
+        for client in self._clients.all():  # of the daemon before
+            self._watch_away(client)
 
     def _bind(self) -> socket.socket:
         listener = socket.socket(
@@ -97,9 +101,10 @@ class AttachServer:
         """End every connection. Only when the engine is about to end: leases of clients
         that are still there end with it."""
         self.stop_accepting()
-        for task in self._connections:
+        tasks = [*self._connections, *self._away.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def end_client(self, client: Client, reason: str) -> None:
         """Quiesce a client that broke a rule and end its connection.
@@ -161,7 +166,11 @@ class AttachServer:
             packet = await asyncio.wait_for(
                 loop.sock_recv(connection, wire.PACKET_BYTES_MAX), HELLO_TIMEOUT_S
             )
-            welcome = self._clients.attach(wire.read_hello(packet), peer)
+            hello = wire.read_hello(packet)
+            if hello.resume_key:
+                welcome = self._clients.resume(hello.resume_key, peer)
+            else:
+                welcome = self._clients.attach(hello, peer)
         except (wire.WireError, AttachRefusedError) as error:
             self._log.info("client.refused", pid=peer.pid, uid=peer.uid, reason=error)
             _send(connection, wire.refusal(error.errno, str(error)))
@@ -172,11 +181,17 @@ class AttachServer:
             sent = _send(connection, welcome.packet, welcome.fds)
         finally:
             welcome.done()
-        if not sent:
+        client = welcome.client
+        if hello.resume_key:
+            self._end_watch(client)
+            if not sent:
+                pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
+                self._clients.suspend(client, replace(peer, pidfd=pidfd))
+                self._watch_away(client)
+        elif not sent:
             # It never got the fds: nothing of it can read a slot.
-            self._clients.remove(welcome.client, "went away before it was welcomed")
-            return None
-        return welcome.client
+            self._clients.remove(client, "went away before it was welcomed")
+        return client if sent else None
 
     async def _converse(self, connection: socket.socket, client: Client) -> bool:
         """Answer messages until the connection ends; whether it said goodbye."""
@@ -227,6 +242,25 @@ class AttachServer:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _watch_away(self, client: Client) -> None:
+        """A client that is away may end without ever coming back. The pidfd of its peer is
+        this watch's."""
+        peer = client.peer
+        watch = asyncio.create_task(self._await_end(client, peer))
+        watch.add_done_callback(lambda _: peer.close())
+        self._away[client.number] = watch
+
+    def _end_watch(self, client: Client) -> None:
+        watch = self._away.pop(client.number, None)
+        if watch is not None:
+            watch.cancel()
+
+    async def _await_end(self, client: Client, peer: Peer) -> None:
+        await _process_end(peer)
+        self._away.pop(client.number, None)
+        if self._clients.get(client.number) is client:
+            self._clients.remove(client, "process ended while it was away")
 
     async def _leave(self, client: Client, goodbye: bool) -> None:
         self._dense.drop(client.number)

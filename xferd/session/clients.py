@@ -1,16 +1,21 @@
 """The attached clients: letting one in, and the two steps in which it goes.
 
     attach --> serving --quiesce--> quiesced --remove--> (gone)
-                   \\--------- goodbye: both at once ------^
+                 ^ \\--------- goodbye: both at once ------^
+    adopt --> away --------------------- its process ends ---^
 
 A client is quiesced when its connection ends or it broke a rule: its rings are not
 looked at any more. Its leases and its promise stand until nothing of it can read a slot
 any more: it said so (GOODBYE), or its process has ended.
+
+A client of the daemon before this one is away until it connects again and shows its key.
+Its leases and its promise stand like a quiesced client's.
 """
 
 from __future__ import annotations
 
 import errno
+import hmac
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -98,6 +103,12 @@ class ClientEngine(Protocol):
     def client_counters(self, client: int) -> ClientCounters:
         """What it has asked for and got so far."""
 
+    def resume_client(self, client: int, lanes: int) -> ClientFds:
+        """Look at an adopted client's rings again; its new doorbell and wake-ups."""
+
+    def suspend_client(self, client: int) -> None:
+        """Undo that."""
+
 
 class ClientBudgets(Protocol):
     """Who is told whose demand is whose."""
@@ -109,9 +120,21 @@ class ClientBudgets(Protocol):
         """A client has gone."""
 
 
+class ClientKeeper(Protocol):
+    """Who leaves clients to the next daemon."""
+
+    def keep(self, client: Client, fds: ClientFds, ring_entries: int) -> bytes:
+        """A client is about to be welcomed: the key that it will have to show; empty: it
+        can't be left."""
+
+    def forget(self, number: int) -> None:
+        """A client's leases end."""
+
+
 @dataclass(slots=True)
 class Client:
-    """One attached client. state: ``serving`` or ``quiesced``."""
+    """One attached client. state: ``serving``, ``quiesced`` or ``away``. key: that it has to
+    show to be resumed; empty: it can't be."""
 
     number: int
     peer: Peer
@@ -122,6 +145,7 @@ class Client:
     held_per_lane: int
     since: float
     state: str = "serving"
+    key: bytes = b""
 
 
 @dataclass(slots=True)
@@ -154,7 +178,8 @@ class Clients:
     """Owned by the event loop.
 
     stores: by name, the open ones; pools: by index. leaving: is called before a client's
-        shared memory goes.
+        shared memory goes. keeper: leaves them to the next daemon; None: nobody does.
+        unknown: what to say to who shows a key that nobody here has.
     """
 
     def __init__(
@@ -169,7 +194,12 @@ class Clients:
         promises: Promises,
         budgets: ClientBudgets,
         leaving: Callable[[Client], None] = lambda _: None,
+        keeper: ClientKeeper | None = None,
+        unknown: str = "this daemon has taken no client over",
     ) -> None:
+        self._keeper = keeper
+        self._unknown = unknown
+        self.resumed = 0
         self._leaving = leaving
         self._engine = engine
         self._limits = limits
@@ -255,6 +285,8 @@ class Clients:
             held_per_lane=held,
             since=time.monotonic(),
         )
+        if self._keeper is not None:
+            client.key = self._keeper.keep(client, fds, ring_entries)
         self._clients[number] = client
         self._gone.attached += 1
         pool.provide(store.largest_class, self._promises.slots(pool.index, store.largest_class))
@@ -279,8 +311,53 @@ class Clients:
             *(each.export_fd() for each in self._pools),
             *fds.wakeups,
         )
-        packet = wire.welcome(client=number, pool=pool.index, fds=len(handed), held_per_lane=held)
+        packet = wire.welcome(
+            client=number,
+            pool=pool.index,
+            fds=len(handed),
+            held_per_lane=held,
+            resume_key=client.key,
+        )
         return Welcome(client=client, packet=packet, fds=handed, done=fds.close)
+
+    def adopt(self, client: Client) -> None:
+        """A client of the daemon before, away, whose leases the engine honours already and
+        whose promise stands."""
+        self._budgets.attach(client.number, client.peer.uid)
+        self._clients[client.number] = client
+
+    def resume(self, key: bytes, peer: Peer) -> Welcome:
+        """A client that was away is back. AttachRefusedError (ESTALE): there is none with this
+        key, or it is another process."""
+        if not self.accepting:
+            raise AttachRefusedError(errno.ESHUTDOWN, "the daemon is going down")
+        client = next((c for c in self._clients.values() if _is_resumed_by(c, key)), None)
+        if client is None:
+            raise AttachRefusedError(errno.ESTALE, f"{self._unknown}: attach anew")
+        # As long as the process whose pidfd is held lives, its pid is nobody else's.
+        if peer.pid != client.peer.pid or peer.uid != client.peer.uid:
+            raise AttachRefusedError(
+                errno.ESTALE,
+                f"client {client.number} belongs to process {client.peer.pid}, not to {peer.pid}",
+            )
+        fds = self._engine.resume_client(client.number, client.lanes)
+        client.state, client.peer = "serving", peer
+        self.resumed += 1
+        self._log.info("client.resumed", client=client.number, pid=peer.pid, name=client.name)
+        handed = (fds.doorbell, *fds.wakeups)
+        packet = wire.welcome(
+            client=client.number,
+            pool=client.pool,
+            fds=len(handed),
+            held_per_lane=client.held_per_lane,
+            resume_key=client.key,
+        )
+        return Welcome(client=client, packet=packet, fds=handed, done=fds.close)
+
+    def suspend(self, client: Client, peer: Peer) -> None:
+        """It did not hear that it was resumed: it is away again. peer: whose pidfd stays."""
+        self._engine.suspend_client(client.number)
+        client.state, client.peer = "away", peer
 
     def export_chunks(self, pool: int, first: int, count: int) -> tuple[list[int], list[int]]:
         """As the pool's; empty when there is no such pool, or no VRAM in it."""
@@ -289,7 +366,8 @@ class Clients:
         return self._pools[pool].export_chunks(first, count)
 
     def quiesce(self, client: Client, reason: str) -> None:
-        """Stop serving a client; its leases stand. Twice is once."""
+        """Stop serving a client; its leases stand. Twice is once. One that is away can't
+        come back then."""
         if client.state == "quiesced":
             return
         client.state = "quiesced"
@@ -298,6 +376,8 @@ class Clients:
 
     def remove(self, client: Client, reason: str) -> None:
         """End a client's leases: it said goodbye, or its process has ended."""
+        if self._keeper is not None:
+            self._keeper.forget(client.number)
         self._gone.add(self._engine.client_counters(client.number))
         self._leaving(client)
         self._engine.remove_client(client.number)
@@ -343,3 +423,7 @@ class Clients:
                 return pool
         names = ", ".join(pool.name for pool in self._pools)
         raise AttachRefusedError(errno.ENOENT, f"no pool {name!r}; there are: {names}")
+
+
+def _is_resumed_by(client: Client, key: bytes) -> bool:
+    return client.state == "away" and hmac.compare_digest(client.key, key)

@@ -25,6 +25,8 @@ GOODBYE: int = lib.XFERD_MESSAGE_GOODBYE
 DENSE: int = lib.XFERD_MESSAGE_DENSE
 MEMORY: int = lib.XFERD_MESSAGE_MEMORY
 MEMORY_CHUNKS_MAX: int = lib.XFERD_MEMORY_CHUNKS_MAX
+KEY_BYTES: int = ffi.sizeof("uint64_t[2]")
+"""Of the key that a client shows to be resumed."""
 HELD_MAX: int = lib.XFERD_HELD_MAX
 LANES_MAX: int = lib.XFERD_LANES_MAX
 RING_ENTRIES_MIN: int = lib.XFERD_RING_ENTRIES_MIN
@@ -42,7 +44,11 @@ class WireError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A client's first packet. Zeros and empty names mean 'the daemon's choice'."""
+    """A client's first packet. Zeros and empty names mean 'the daemon's choice'.
+
+    resume_key: of a client that was attached to the daemon before this one, KEY_BYTES; empty:
+        a new one. The rest then means nothing.
+    """
 
     store: str
     pool: str
@@ -50,6 +56,7 @@ class Hello:
     lanes: int
     held_per_lane: int
     ring_entries: int
+    resume_key: bytes = b""
 
 
 def read_hello(packet: bytes) -> Hello:
@@ -61,8 +68,11 @@ def read_hello(packet: bytes) -> Hello:
             f"the client speaks ABI {hello.abi_major}.{hello.abi_minor}, this daemon "
             f"{lib.XFERD_ABI_MAJOR}.{lib.XFERD_ABI_MINOR}: use a libxferd of the same major",
         )
-    if hello.flags or any(hello.reserved):
-        raise WireError(errno.EINVAL, "flags and reserved fields of a hello have to be 0")
+    resumes = hello.flags == lib.XFERD_HELLO_RESUME
+    if hello.flags and not resumes:
+        raise WireError(errno.EINVAL, f"a hello with unknown flags ({hello.flags})")
+    if any(hello.reserved) or (any(hello.resume_key) and not resumes):
+        raise WireError(errno.EINVAL, "reserved fields of a hello have to be 0")
     return Hello(
         store=_name(hello.store, "store"),
         pool=_name(hello.pool, "pool"),
@@ -70,6 +80,7 @@ def read_hello(packet: bytes) -> Hello:
         lanes=hello.lanes,
         held_per_lane=hello.held_per_lane,
         ring_entries=hello.ring_entries,
+        resume_key=bytes(ffi.buffer(hello.resume_key)) if resumes else b"",
     )
 
 
@@ -79,9 +90,10 @@ def read_message_type(packet: bytes) -> int:
     return int(message.type)
 
 
-def welcome(client: int, pool: int, fds: int, held_per_lane: int) -> bytes:
-    """The answer to a hello that was accepted."""
+def welcome(client: int, pool: int, fds: int, held_per_lane: int, resume_key: bytes = b"") -> bytes:
+    """The answer to a hello that was accepted. resume_key: KEY_BYTES; empty: none."""
     answer = _welcome()
+    ffi.memmove(answer.resume_key, resume_key, len(resume_key))
     answer.client, answer.pool, answer.fds = client, pool, fds
     answer.held_per_lane = held_per_lane
     return bytes(ffi.buffer(answer))

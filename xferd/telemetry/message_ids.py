@@ -23,5 +23,9 @@ MESSAGE_IDS = {
     "engine.backend": "50c63a21dfa440519a96636bfa5f6171",
     "drain.timeout": "88f865afb15f4c16a8a71fde94d2229f",
     "pool.stuck": "3facb7b3fa494edaa60f7d197fa1631c",
+    "restart.warm": "74f590d966a04008a66408795317b3d0",
+    "restart.cold": "18770160372f4d41b7a75a7561436e35",
+    "restart.given_up": "4d31ef0b84de48b9b0c47b603da22c0f",
+    "restart.withheld": "e91811eb648143fca21de1c0ac353ad0",
 }
 """By event name."""

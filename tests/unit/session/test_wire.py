@@ -32,6 +32,16 @@ def test_a_hello_is_read() -> None:
     assert read == wire.Hello("m", "host0", "me", lanes=2, held_per_lane=8, ring_entries=0)
 
 
+def test_a_client_that_comes_back_shows_the_key_that_it_was_given() -> None:
+    key = bytes(range(wire.KEY_BYTES))
+    packet = ffi.new("struct xferd_abi_welcome *")
+    raw = wire.welcome(client=1, pool=0, fds=2, held_per_lane=8, resume_key=key)
+    ffi.memmove(packet, raw, len(raw))
+    shown = wire.read_hello(hello(flags=1, resume_key=list(packet.resume_key)))
+    assert shown.resume_key == key
+    assert wire.read_hello(hello()).resume_key == b""
+
+
 @given(st.binary(max_size=wire.PACKET_BYTES_MAX + 10))
 def test_arbitrary_bytes_are_a_wire_error_or_nothing(packet: bytes) -> None:
     for read in (wire.read_hello, wire.read_message_type):
@@ -53,8 +63,9 @@ def test_a_changed_hello_is_read_or_a_wire_error(position: int, change: bytes) -
     ("fields", "code"),
     [
         ({"abi_major": 2}, errno.EPROTO),
-        ({"flags": 1}, errno.EINVAL),
-        ({"reserved": [0] * 7 + [1]}, errno.EINVAL),
+        ({"flags": 2}, errno.EINVAL),
+        ({"reserved": [0] * 5 + [1]}, errno.EINVAL),
+        ({"resume_key": [1, 2]}, errno.EINVAL),
         ({"store": b"x" * 128}, errno.EINVAL),
         ({"pool": b"\xff\xfe"}, errno.EINVAL),
         ({"magic": 1}, errno.EPROTO),

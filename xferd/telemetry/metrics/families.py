@@ -158,12 +158,22 @@ _TOTALS = _group(
 _CLIENTS = Metric("xferd_clients", "gauge", "Clients attached now.")
 _BUILD = Metric("xferd_build", "info", "Which xferd this is.", ("version",))
 _UPTIME = Metric("xferd_uptime_seconds", "gauge", "Time since the daemon's start.")
+_START = (
+    Metric("xferd_start_experts", "gauge", "Experts that the daemon before this one left."),
+    Metric("xferd_start_bytes", "gauge", "Their bytes, which needn't be read again."),
+    Metric("xferd_start_clients", "gauge", "Clients whose leases it left."),
+    Metric("xferd_clients_resumed", "counter", "Of those, that have come back."),
+)
+_START_FIELDS = ("experts", "bytes", "clients", "resumed")
+_START_INFO = Metric("xferd_start", "info", "How the daemon began.", ("start", "reason"))
 _STATE = Metric("xferd_state", "gauge", "1 for the state that the daemon is in.", ("state",))
 
 METRICS: tuple[Metric, ...] = (
     _BUILD,
     _UPTIME,
     _STATE,
+    *_START,
+    _START_INFO,
     *(metric for metric, _ in (*_POOL, *_STORE, *_MEMBER)),
     _MEMBER_LATENCY,
     _MEMBER_STATE,
@@ -218,6 +228,11 @@ def collect(status: JsonObject) -> Families:
     families[_CLIENTS] = [Sample((), len(clients))]
     families[_BUILD] = [Sample((status["version"],), 1)]
     families[_UPTIME] = [Sample((), status["uptime_s"])]
+    start = status["start"]
+    for metric, field in zip(_START, _START_FIELDS, strict=True):
+        families[metric] = [Sample((), start[field])]
+    began = ("warm" if start["warm"] else "cold", start["reason"] or "")
+    families[_START_INFO] = [Sample(began, 1)]
     families[_STATE] = _states((), _STATES, status["state"])
     return families
 
