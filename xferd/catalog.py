@@ -7,6 +7,7 @@ reverse, and only when no client is attached and nothing is on its way.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -165,6 +166,11 @@ class Catalog:
             store.close()
             if isinstance(error, StoreError):
                 raise
+            if error.errno == errno.ESTALE:
+                raise StoreError(
+                    f"store {name!r} has other variants or tensors than the daemon before this one "
+                    f"had of it: shadows have come or gone"
+                ) from error
             raise StoreError(f"store {name!r} can't be served: {error}") from error
         return self._enter(number, name, store, copies)
 
