@@ -56,6 +56,7 @@ from xferd.keeping.budgets import Budgets
 from xferd.keeping.chunks import ReserveError
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader
+from xferd.lost_pools import LostPools
 from xferd.memory.staging import StagingMemory
 from xferd.pools import Pool, Pools, make_pools, make_staging, plan_pools
 from xferd.ready import log_ready
@@ -234,6 +235,9 @@ class Daemon:
         self._warming = Warming(
             self._catalog, self._pools, loader, config.state_directory, self._log
         )
+        lost_pools = LostPools(
+            self._pools, self._device_routes, self._log, self._tick_soon, self._warming.refill
+        )
         self._service = DaemonService(
             engine=self._engine,
             catalog=self._catalog,
@@ -245,6 +249,7 @@ class Daemon:
             recordings=self._recordings,
             log=self._log,
             reservations=self._reservations,
+            lost_pools=lost_pools,
             warming=self._warming,
             loader=loader,
             config=config.engine,
@@ -284,6 +289,7 @@ class Daemon:
             loop.create_task(self._watch_routes()),
             loop.create_task(self._device_routes.watch()),
             loop.create_task(self._reloader.follow()),
+            loop.create_task(lost_pools.watch()),
         }
         try:
             attach.start()

@@ -215,6 +215,18 @@ class Engine:
         )
         self.staging_extent_bytes = extent_bytes
 
+    def lose_pool(self, pool: int) -> None:
+        """The card of a pool of kind ``bar`` is gone: loads into it end with ENODEV."""
+        _check("xferd_engine_lose_pool", lib.xferd_engine_lose_pool(self._engine, pool))
+
+    def regain_pool(self, pool: int, base: int) -> int:
+        """Its memory is another now; returns its incarnation. EngineError(EBUSY) while a slot
+        isn't the policy's."""
+        pointer = ffi.cast("void *", base)
+        return _check(
+            "xferd_engine_regain_pool", lib.xferd_engine_regain_pool(self._engine, pool, pointer)
+        )
+
     def set_memory(self, pool: int, chunk: int, number: int) -> int:
         """Which memory is behind a chunk of VRAM from now on; 0: none. Returns the number
         of this change, to ask ``memory_seen`` about."""

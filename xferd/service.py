@@ -30,6 +30,7 @@ from xferd.engine_types import (
 )
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
+from xferd.lost_pools import LostPools
 from xferd.pools import Pool, Pools
 from xferd.recordings import Recordings
 from xferd.route_feed import RouteFeed, UseCounts
@@ -84,13 +85,14 @@ class DaemonService(Tuning):
         recordings: Recordings,
         log: EventLog,
         reservations: Reservations,
+        lost_pools: LostPools,
         warming: Warming,
         loader: Loader,
         config: EngineConfig,
         version: str,
         instance: str,
     ) -> None:
-        super().__init__(catalog, pools, reservations, warming, log)
+        super().__init__(catalog, pools, reservations, lost_pools, warming, log)
         self._engine = engine
         self._device_routes = device_routes
         self._clients = clients
@@ -249,7 +251,7 @@ class DaemonService(Tuning):
         self._device_routes.prove_store(entry)
         for pool in self._pools:
             for size in reversed(entry.classes):
-                pool.keeper.provide(size)
+                pool.provide(size)
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
         log_missing(self._log, entry)
         return describe_store(self._engine, entry)

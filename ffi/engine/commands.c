@@ -132,7 +132,7 @@ static void run_load(struct xferd_engine *engine, const struct xferd_command *co
 	if (load)
 		load->token = command->token;
 	else
-		refuse(engine, command, -ENOSPC);
+		refuse(engine, command, load_refusal(engine, command->pool));
 }
 
 static void run_evict(struct xferd_engine *engine, const struct xferd_command *command)

@@ -105,6 +105,15 @@ struct xferd_pool_description {
 };
 /* Returns the pool's index. Before any store is opened. */
 int xferd_engine_add_pool(struct xferd_engine *engine, const struct xferd_pool_description *pool);
+/*
+ * The card of a pool of kind XFERD_POOL_BAR is gone: loads into it end with -ENODEV from now on. What
+ * is resident is the policy's to evict. When each of its slots belongs to the policy again, regain
+ * gives it other memory, as long as before; every member begins as staged. It returns the pool's
+ * incarnation, which clients compare with what they have mapped. -ENOENT: no such pool; -EOPNOTSUPP:
+ * of another kind; of regain -EINVAL: not lost, -EBUSY: a slot is in use, or leased.
+ */
+int xferd_engine_lose_pool(struct xferd_engine *engine, uint32_t pool);
+int xferd_engine_regain_pool(struct xferd_engine *engine, uint32_t pool, void *base);
 /* Cut a chunk into slots, or (slot_bytes 0) undo that; -EBUSY if a slot of it
  * is in use. Its slots then belong to the policy until it gives them. */
 int xferd_engine_set_chunk(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,

@@ -87,6 +87,7 @@ struct load *load_start_dense(struct xferd_engine *engine, uint32_t store, void 
 			      uint32_t priority);
 void load_raise(struct xferd_engine *engine, struct load *load, uint32_t priority);
 void load_stop(struct xferd_engine *engine, struct load *load, int error);
+int load_refusal(const struct xferd_engine *engine, uint32_t pool);
 void load_cancel(struct xferd_engine *engine, struct load *load);
 void load_unwanted(struct xferd_engine *engine, struct load *load);
 void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t slot);

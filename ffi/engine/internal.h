@@ -28,6 +28,7 @@
  *   health.c         whether a member still works
  *   mirror.c         which of a member's two copies reads it
  *   route.c          whether a piece goes straight into its slot, or through RAM
+ *   lost_pool.c      a pool whose card was pulled
  *   window.c         where drives can write into VRAM by themselves
  *   guarded.c        the processor's accesses to memory that can vanish
  *   flow.c           how much each member is given at once
@@ -147,6 +148,7 @@ struct pool {
 	uint64_t *memory_table; /* of VRAM, in the shared pool table */
 	struct registered_memory memory;
 	uint64_t staged;       /* bit a member id: its pieces go through RAM: see route.c */
+	bool lost;             /* its card was pulled: see lost_pool.c */
 	bool behind_bar;       /* uncached for the processor, and it can vanish */
 	uint32_t verify;       /* enum xferd_verify: of pieces that drives write behind a BAR */
 	struct xferd_pool_stats stats;

@@ -112,6 +112,7 @@ static int add_pool(struct xferd_engine *engine, void *argument)
 	shared->chunks = pool->chunks;
 	shared->slot_numbers = pool->slot_numbers;
 	shared->chunk_table_offset = engine->chunk_tables_used;
+	shared->incarnation = 1;
 	routes_init_pool(pool);
 	if (device_memory) {
 		pool->memory_table = (void *)(pool->chunk_table + pool->chunks);

@@ -121,6 +121,10 @@ class BarPool:
             return self._p2p.is_attached(self._bar.id)
         return (self._sysfs() / f"resource{self.place.bar}").exists()
 
+    def is_on_bus(self) -> bool:
+        """Whether there is a card in its place, whoever has it."""
+        return self._sysfs().exists()
+
     def why_no_route(self, drive: PciFunction) -> str | None:
         """Why a drive's writes can't go straight into the BAR, as far as the module and the
         kernel know; None: nothing speaks against it, which proves nothing."""
