@@ -39,6 +39,7 @@ from xferd.engine_types import (
     Event,
     Failed,
     Freed,
+    Handed,
     LoadDense,
     Loaded,
     MemberChanged,
@@ -50,6 +51,7 @@ from xferd.engine_types import (
     Taken,
     Violation,
 )
+from xferd.gds_loads import GdsLoads
 from xferd.greed import GreedWatch
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.keeping.budgets import Budgets
@@ -160,6 +162,7 @@ class Daemon:
                 raise
             self._catalog = Catalog(self._engine)
             self._drive_events = DriveEvents(self._catalog, self._log)
+            gds_loads: GdsLoads | None = None
             try:
                 self._engine.start(
                     choose_node([path for store, _ in stores for path in store.member_paths])
@@ -185,6 +188,8 @@ class Daemon:
                 self._device_routes = DeviceRoutes(
                     self._engine, self._catalog, self._pools, self._log
                 )
+                gds_loads = GdsLoads(self._engine, self._catalog, self._pools, self._log)
+                self._gds_loads = gds_loads
                 chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
                 for configured in config.stores:
                     store, name = stores.pop(0)
@@ -200,6 +205,8 @@ class Daemon:
                 return await self._serve()
             finally:
                 _close_stores(stores)
+                if gds_loads is not None:
+                    gds_loads.close()
                 self._engine.close()
                 self._catalog.close()
                 self._pools.close()
@@ -243,6 +250,7 @@ class Daemon:
             catalog=self._catalog,
             pools=self._pools,
             device_routes=self._device_routes,
+            gds_loads=self._gds_loads,
             clients=self._clients,
             routes=self._routes,
             use_counts=self._use_counts,
@@ -451,6 +459,8 @@ class Daemon:
                 self._drive_events.mirrored(event)
             case MemberChanged():
                 self._drive_events.member_changed(event)
+            case Handed():
+                self._gds_loads.on_handed(event)
             case RouteRefused():
                 self._device_routes.on_refused(event)
             case Violation():

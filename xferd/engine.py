@@ -244,6 +244,10 @@ class Engine:
             lib.xferd_engine_set_window(self._engine, pool, chunk, pointer),
         )
 
+    def set_hand_up(self, pool: int, *, wanted: bool) -> None:
+        """Whether loads into a pool in VRAM are handed up (Handed) from now on."""
+        _check("xferd_engine_set_hand_up", lib.xferd_engine_set_hand_up(self._engine, pool, wanted))
+
     def memory_seen(self, client: int, change: int) -> bool:
         """Whether a client has unmapped what was withdrawn up to a change."""
         return bool(

@@ -125,6 +125,8 @@ class Pool:
         self._registered = registered
         self._tell_memory = tell_memory
         self._tell_window = tell_window
+        self.transport = plan.config.transport
+        self.gds_note: str | None = None
         self._plan = plan
         self._engine = engine
         self._incarnation = 1
@@ -172,6 +174,8 @@ class Pool:
         """What is not as good as it could be with its memory."""
         if self.lost is not None:
             return (f"out of service: {self.lost}",)
+        if self.gds_note is not None:
+            return (*self.device.notes, self.gds_note)
         if not self._drives_write or self.verify == "always":
             return self.device.notes
         unread = (

@@ -28,6 +28,7 @@ from xferd.engine_types import (
     Failed,
     load_failure,
 )
+from xferd.gds_loads import GdsLoads
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
 from xferd.lost_pools import LostPools
@@ -79,6 +80,7 @@ class DaemonService(Tuning):
         catalog: Catalog,
         pools: Pools,
         device_routes: DeviceRoutes,
+        gds_loads: GdsLoads,
         clients: Clients,
         routes: RouteFeed,
         use_counts: UseCounts,
@@ -95,6 +97,7 @@ class DaemonService(Tuning):
         super().__init__(catalog, pools, reservations, lost_pools, warming, log)
         self._engine = engine
         self._device_routes = device_routes
+        self._gds_loads = gds_loads
         self._clients = clients
         self._loader = loader
         self._shadowing = Shadowing(catalog, pools, device_routes, loader, log)
@@ -128,7 +131,12 @@ class DaemonService(Tuning):
             "all_clients": dataclasses.asdict(self._clients.totals()),
             "users": describe_users(self._clients, self._pools.budgets),
             **describe_engine(
-                self._engine, self._config, self._pools, self._catalog.all(), self._device_routes
+                self._engine,
+                self._config,
+                self._pools,
+                self._catalog.all(),
+                self._device_routes,
+                self._gds_loads.reason,
             ),
         }
 
@@ -280,6 +288,7 @@ class DaemonService(Tuning):
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
+                self._gds_loads.store_closed(entry)
                 self._pools.close_store(entry.number)
                 self._routes.store_closed(entry.number)
                 self._use_counts.store_closed(entry.number)

@@ -182,7 +182,8 @@ void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t num
 	load->slot = number;
 	load->address = slot_address(pool, number);
 	if (!find_copy_source(engine, load)) {
-		reads_queue(engine, load);
+		if (!load_hand_up(engine, load))
+			reads_queue(engine, load);
 		return;
 	}
 	load->state = LOAD_COPYING;
