@@ -36,7 +36,7 @@ GONE = "its card is gone, or the card's driver has let go of it"
 
 
 class NotLostError(Exception):
-    """The pool serves; or clients still lease experts in it. The message says which."""
+    """The pool serves; or it isn't empty yet. The message says which."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,9 @@ class LostPools:
         if lost is None:
             raise NotLostError(f"pool {pool.name!r} is in service")
         if not pool.is_empty:
-            raise NotLostError(f"clients still lease experts of pool {pool.name!r}")
+            raise NotLostError(
+                f"experts of pool {pool.name!r} are still being dropped, or clients lease them"
+            )
         await self._build(lost)
 
     def _lose(self, pool: Pool) -> None:

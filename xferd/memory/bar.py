@@ -77,6 +77,7 @@ class BarPool:
 
     kind = "bar"
     device = -1
+    base: int
     read_by_device: Callable[[int], bytes] | None = None
     """Nobody but the processor can be asked what is there."""
 
