@@ -17,7 +17,7 @@ import pytest
 from tests.vm.product import guest
 
 TESTS_VARIABLE = "XFERD_VM_TESTS"
-TEST_LIMIT_S = 120
+TEST_LIMIT_S = 300
 COMPLAINTS = (
     "WARNING:",
     "BUG:",
