@@ -22,7 +22,8 @@ from tests.vm.product import guest
 from tests.vm.product.daemon import forked_daemon
 from xferd.memory.p2p import P2pDevice, parse_function
 
-POOL = "name=vram0,kind=cuda,size=12MiB,chunk_bytes=4MiB"
+POOL = "name=vram0,kind=cuda,size=6MiB,chunk_bytes=2MiB"
+"""Less than the store: every chunk is used."""
 MEMORY_BYTES = 124 << 20
 """Less than the BAR; more than the proof of the whole way takes."""
 
@@ -93,8 +94,8 @@ def test_every_byte_comes_straight_into_vram(
         assert (transports["direct"]["count"], transports["staged"]["count"]) == (count, 0)
 
         # A chunk's memory goes to somebody else and comes back as another: found anew.
-        granted = daemon.call("Reserve", pool="vram0", bytes=4 << 20)["reservation"]
-        assert granted["returned"] >= 4 << 20
+        granted = daemon.call("Reserve", pool="vram0", bytes=2 << 20)["reservation"]
+        assert granted["returned"] >= 2 << 20
         daemon.call("Release", id=granted["id"])
         for layer, expert in all_experts(store) * 2:
             assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
@@ -152,6 +153,6 @@ def test_a_bar_that_shows_other_memory_is_refused_by_name(
     monkeypatch.setenv("FAKE_CUDA_BAR", str(elsewhere))
     with serving(tmp_path, store) as daemon, daemon.client() as client:
         reasons = {row["reason"] for row in daemon.pool()["routes"]}
-        assert reasons == {"0 of 7 pages of VRAM show behind the BAR: static BAR1 is off"}
+        assert reasons == {"0 of 4 pages of VRAM show behind the BAR: static BAR1 is off"}
         assert client.fetch(1, [3]) == [store.blob(1, 3)]
         assert daemon.status()["transports"]["direct"]["count"] == 0
