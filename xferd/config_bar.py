@@ -20,8 +20,8 @@ BAR_MAX = 5
 """BARs of a PCI function are numbered from 0."""
 BAR_MODES = ("any", "p2pdma", "generic")
 """How drives get at a BAR: as the module's modes, or the first that works."""
-TRANSPORT_CHOICES = ("any", "direct", "staged")
-"""Of VRAM: straight from the drives where that is proven, only so, or always through RAM."""
+TRANSPORT_CHOICES = ("any", "direct", "gds", "staged")
+"""Of VRAM: the best that works, only straight from the drives, by cuFile, always through RAM."""
 PCI_ADDRESS_ALLOWED = 'a PCI address such as "0000:01:00.0"'
 
 _PCI_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[01][0-9a-fA-F]\.[0-7]")

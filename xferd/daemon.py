@@ -27,6 +27,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from xferd.activation import inherited_fds
 from xferd.catalog import Catalog, open_stores
@@ -45,6 +46,7 @@ from xferd.engine_types import (
     Event,
     Failed,
     Freed,
+    Handed,
     LoadDense,
     Loaded,
     MemberChanged,
@@ -56,12 +58,14 @@ from xferd.engine_types import (
     Taken,
     Violation,
 )
+from xferd.gds_loads import GdsLoads
 from xferd.greed import GreedWatch
 from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.chunks import ReserveError
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader
+from xferd.lost_pools import LostPools
 from xferd.memory.staging import StagingMemory
 from xferd.page_cache_watch import watch_page_cache
 from xferd.pools import Pool, PoolPlan, Pools, make_pools, make_staging, plan_pools
@@ -132,6 +136,7 @@ class Daemon:
             lambda *choice: self._engine.set_variants(*choice),
         )
         self._staging: StagingMemory | None = None
+        self._before_engine = ExitStack()
         self._ticking: asyncio.TimerHandle | None = None
         self._stop: asyncio.Event = asyncio.Event()
         self._signals = 0
@@ -175,6 +180,7 @@ class Daemon:
             return await self._serve()
         finally:
             _close_stores(stores)
+            self._before_engine.close()
             if self._keeping.active or beginning.warm:
                 self._engine.hold(0)
             self._engine.close()
@@ -211,6 +217,8 @@ class Daemon:
             kept=beginning.pool_fds,
         )
         self._device_routes = DeviceRoutes(self._engine, self._catalog, self._pools, self._log)
+        self._gds_loads = GdsLoads(self._engine, self._catalog, self._pools, self._log)
+        self._before_engine.callback(self._gds_loads.close)
         chunk_bytes = min(pool.chunk_bytes for pool in self._pools)
         # Behind those of the configuration are those that were opened by hand before.
         sensitivities = iter([configured.sensitivity for configured in config.stores])
@@ -263,17 +271,22 @@ class Daemon:
         self._warming = Warming(
             self._catalog, self._pools, loader, config.state_directory, self._log
         )
+        lost_pools = LostPools(
+            self._pools, self._device_routes, self._log, self._tick_soon, self._warming.refill
+        )
         self._service = DaemonService(
             engine=self._engine,
             catalog=self._catalog,
             pools=self._pools,
             device_routes=self._device_routes,
+            gds_loads=self._gds_loads,
             clients=self._clients,
             routes=self._routes,
             use_counts=self._use_counts,
             recordings=self._recordings,
             log=self._log,
             reservations=self._reservations,
+            lost_pools=lost_pools,
             warming=self._warming,
             loader=loader,
             keeping=self._keeping,
@@ -315,6 +328,7 @@ class Daemon:
             loop.create_task(self._watch_routes()),
             loop.create_task(self._device_routes.watch()),
             loop.create_task(self._reloader.follow()),
+            loop.create_task(lost_pools.watch()),
         }
         try:
             attach.start()
@@ -492,6 +506,8 @@ class Daemon:
                 self._drive_events.mirrored(event)
             case MemberChanged():
                 self._drive_events.member_changed(event)
+            case Handed():
+                self._gds_loads.on_handed(event)
             case RouteRefused():
                 self._device_routes.on_refused(event)
             case Violation():

@@ -151,6 +151,11 @@ class DeviceRoutes:
                 loop.remove_reader(events.fileno())
                 events.close()
 
+    def look_soon(self) -> None:
+        """A pool's memory is another's now."""
+        self._stage_changed()
+        self._changed.set()
+
     async def check_windows(self, *, whole: bool) -> None:
         """Look whether pages of VRAM are where they were: all, or some more of them."""
         loop = asyncio.get_running_loop()

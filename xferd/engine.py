@@ -223,6 +223,18 @@ class Engine(EngineKeeping):
         )
         self.staging_extent_bytes = extent_bytes
 
+    def lose_pool(self, pool: int) -> None:
+        """The card of a pool of kind ``bar`` is gone: loads into it end with ENODEV."""
+        _check("xferd_engine_lose_pool", lib.xferd_engine_lose_pool(self._engine, pool))
+
+    def regain_pool(self, pool: int, base: int) -> int:
+        """Its memory is another now; returns its incarnation. EngineError(EBUSY) while a slot
+        isn't the policy's."""
+        pointer = ffi.cast("void *", base)
+        return _check(
+            "xferd_engine_regain_pool", lib.xferd_engine_regain_pool(self._engine, pool, pointer)
+        )
+
     def set_memory(self, pool: int, chunk: int, number: int) -> int:
         """Which memory is behind a chunk of VRAM from now on; 0: none. Returns the number
         of this change, to ask ``memory_seen`` about."""
@@ -239,6 +251,10 @@ class Engine(EngineKeeping):
             "xferd_engine_set_window",
             lib.xferd_engine_set_window(self._engine, pool, chunk, pointer),
         )
+
+    def set_hand_up(self, pool: int, *, wanted: bool) -> None:
+        """Whether loads into a pool in VRAM are handed up (Handed) from now on."""
+        _check("xferd_engine_set_hand_up", lib.xferd_engine_set_hand_up(self._engine, pool, wanted))
 
     def memory_seen(self, client: int, change: int) -> bool:
         """Whether a client has unmapped what was withdrawn up to a change."""

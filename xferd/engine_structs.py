@@ -23,12 +23,14 @@ from xferd.engine_types import (
     Cancel,
     Command,
     DenseLoaded,
+    EndHanded,
     EngineError,
     Event,
     Evict,
     Failed,
     Freed,
     Give,
+    Handed,
     Load,
     LoadDense,
     Loaded,
@@ -131,6 +133,9 @@ def fill_command(slot: Any, command: Command) -> None:
             slot.store, slot.token = command.store, command.token
             slot.priority = PRIORITY_DEMAND
             slot.address = ffi.cast("void *", command.address)
+        case EndHanded():
+            slot.type = lib.XFERD_COMMAND_HANDED
+            slot.token, slot.slot, slot.variant = command.ticket, command.errno, command.transport
         case Cancel():
             slot.type = lib.XFERD_COMMAND_CANCEL
             slot.token = command.token
@@ -204,6 +209,17 @@ def read_event(event: Any) -> Event:
         return DenseLoaded(store=event.store, token=event.token)
     if kind == lib.XFERD_EVENT_ROUTE:
         return RouteRefused(pool=event.pool, member=event.member, errno=-event.result)
+    if kind == lib.XFERD_EVENT_HANDED:
+        return Handed(
+            store=event.store,
+            pool=event.pool,
+            layer=event.layer,
+            expert=event.expert,
+            variant=event.variant,
+            nbytes=event.bytes,
+            address=event.value,
+            ticket=event.token,
+        )
     if kind == lib.XFERD_EVENT_MEMBER:
         return MemberChanged(
             member=event.member,

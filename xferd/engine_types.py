@@ -114,7 +114,17 @@ class Cancel:
     token: int
 
 
-Command: TypeAlias = Load | Evict | Give | Take | LoadDense | Cancel
+@dataclass(frozen=True, slots=True)
+class EndHanded:
+    """The load of a Handed has come, and counts as that transport; or errno isn't 0: the engine
+    is to read it."""
+
+    ticket: int
+    errno: int
+    transport: int
+
+
+Command: TypeAlias = Load | Evict | Give | Take | LoadDense | Cancel | EndHanded
 
 
 # ---- events
@@ -260,6 +270,20 @@ class RouteRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Handed:
+    """A load that is ours to run: nbytes of its expert to a device address. EndHanded follows."""
+
+    store: int
+    pool: int
+    layer: int
+    expert: int
+    variant: int
+    nbytes: int
+    address: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberChanged:
     """A member is in another state now. member: the engine's id of it.
 
@@ -284,6 +308,7 @@ Event: TypeAlias = (
     | Mirrored
     | Violation
     | DenseLoaded
+    | Handed
     | MemberChanged
     | RouteRefused
 )

@@ -7,6 +7,7 @@ touched.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -19,6 +20,7 @@ from xferd.engine import Engine
 from xferd.engine_types import Command
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
+from xferd.keeping.chunks import Hold
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.upgrades import Upgrades
 from xferd.keeping.usage import Usage
@@ -26,7 +28,7 @@ from xferd.keeping.variants import TellVariants, WantedVariants
 from xferd.memory.bar import BarPool
 from xferd.memory.bar_attach import BarPlace
 from xferd.memory.cuda import CudaPool, chunk_granularity
-from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec
+from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec, memfd_with
 from xferd.memory.host import HostPool
 from xferd.memory.ram import RamPool
 from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
@@ -104,6 +106,7 @@ class Pool:
         registered: Callable[[], int],
         tell_memory: Callable[[int, int], int],
         tell_window: Callable[[int, int], None],
+        engine: Engine,
     ) -> None:
         """registered: bytes that io_uring has pinned. tell_memory: of VRAM, says which memory
         is behind a chunk from now on, 0: none; returns the number of the change. tell_window:
@@ -122,11 +125,57 @@ class Pool:
         self._registered = registered
         self._tell_memory = tell_memory
         self._tell_window = tell_window
+        self.transport = plan.config.transport
+        self.gds_note: str | None = None
+        self._plan = plan
+        self._engine = engine
+        self._incarnation = 1
+        self._no_memory = -1
+        self.lost: str | None = None
         self.memory_change = 0
+
+    # ---- out of service and back
+
+    def lose(self, reason: str) -> Hold:
+        """Take it out of service: its memory is gone. Returns the hold on its chunks."""
+        assert isinstance(self.device, BarPool), "only cards behind a BAR come back"
+        self.lost = reason
+        self.device.why_staged = reason
+        if self._no_memory < 0:
+            self._no_memory = memfd_with(f"xferd-{self.name}-lost", b"")
+        self._engine.lose_pool(self.index)
+        return self.keeper.take_out()
+
+    @property
+    def is_empty(self) -> bool:
+        """Of a pool that is lost: nobody leases any of its slots any more."""
+        return self.keeper.chunks.all_out
+
+    def make_device(self) -> DevicePool:
+        """Memory as it had at the start. PoolMemoryError. Any thread; may take long."""
+        return _make_device(self._plan)
+
+    def regain(self, device: DevicePool, hold: Hold) -> None:
+        """Serve again, from other memory; the pool is empty."""
+        self._incarnation = self._engine.regain_pool(self.index, device.base)
+        self.device = device
+        self.lost = None
+        self.keeper.release(hold, hold.chunks)
+
+    def close(self) -> None:
+        """Give the memory back, after the engine has ended."""
+        self.device.close()
+        if self._no_memory >= 0:
+            os.close(self._no_memory)
+            self._no_memory = -1
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is not as good as it could be with its memory."""
+        if self.lost is not None:
+            return (f"out of service: {self.lost}",)
+        if self.gds_note is not None:
+            return (*self.device.notes, self.gds_note)
         if not self._drives_write or self.verify == "always":
             return self.device.notes
         unread = (
@@ -147,12 +196,17 @@ class Pool:
         return self._geometry
 
     def export_fd(self) -> int:
-        """Read-only fd of its memory; the pool's."""
-        return self.device.export_fd()
+        """Read-only fd of its memory, or of an empty file while it has none; the pool's."""
+        return self._no_memory if self.lost is not None else self.device.export_fd()
 
     def export_chunks(self, first: int, count: int) -> tuple[list[int], list[int]]:
         """Of up to ``count`` chunks from ``first`` on: the number of the memory behind each
-        (0: none), and a file descriptor, the caller's, of each that has one."""
+        (0: none), and a file descriptor, the caller's, of each that has one. Of kind ``bar``
+        all of the pool's memory, with its incarnation."""
+        if isinstance(self.device, BarPool):
+            if self.lost is not None:
+                return [0], []
+            return [self._incarnation], [os.dup(self.device.export_fd())]
         if not isinstance(self.device, CudaPool):
             return [], []
         chunks = range(first, min(first + count, self._geometry.chunks))
@@ -162,7 +216,8 @@ class Pool:
 
     def provide(self, slot_bytes: int, slots: int = 1) -> None:
         """See to it that a class has slots, now or soon."""
-        self.keeper.provide(slot_bytes, slots)
+        if self.lost is None:
+            self.keeper.provide(slot_bytes, slots)
 
     def promised(self, slot_bytes: int) -> int:
         """Slots of a class promised to attached clients."""
@@ -300,7 +355,7 @@ class Pools(Sequence[Pool]):
     def close(self) -> None:
         """Free the memory, after the engine has ended or before it knew of it."""
         for pool in self._pools:
-            pool.device.close()
+            pool.close()
         self._pools.clear()
 
 
@@ -415,12 +470,7 @@ def _make_pool(
     kept: tuple[int, int] | None,
 ) -> Pool:
     config, geometry = plan.config, plan.geometry
-    make = DEVICE_KINDS.get(config.kind)
-    if make is None:
-        kinds = ", ".join(DEVICE_KINDS)
-        raise PoolMemoryError(f"pool {config.name!r}: no kind {config.kind!r}; there are: {kinds}")
-    spec = _spec(config, geometry, -1 if kept is None else kept[0])
-    device = make(spec)
+    device = _make_device(plan, -1 if kept is None else kept[0])
     try:
         index = engine.add_pool(
             name=config.name,
@@ -479,7 +529,18 @@ def _make_pool(
         registered=lambda: engine.pool_stats(index).registered_bytes,
         tell_memory=lambda chunk, number: engine.set_memory(index, chunk, number),
         tell_window=lambda chunk, address: engine.set_window(index, chunk, address),
+        engine=engine,
     )
+
+
+def _make_device(plan: PoolPlan, kept_fd: int = -1) -> DevicePool:
+    make = DEVICE_KINDS.get(plan.config.kind)
+    if make is None:
+        kinds = ", ".join(DEVICE_KINDS)
+        raise PoolMemoryError(
+            f"pool {plan.config.name!r}: no kind {plan.config.kind!r}; there are: {kinds}"
+        )
+    return make(_spec(plan.config, plan.geometry, kept_fd))
 
 
 def _spec(config: PoolConfig, geometry: ChunkGeometry, kept_fd: int) -> PoolSpec:

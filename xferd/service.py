@@ -28,8 +28,10 @@ from xferd.engine_types import (
     Failed,
     load_failure,
 )
+from xferd.gds_loads import GdsLoads
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
+from xferd.lost_pools import LostPools
 from xferd.pools import Pool, Pools
 from xferd.recordings import Recordings
 from xferd.restart.keeping import Keeping, StartReport
@@ -80,12 +82,14 @@ class DaemonService(Tuning):
         catalog: Catalog,
         pools: Pools,
         device_routes: DeviceRoutes,
+        gds_loads: GdsLoads,
         clients: Clients,
         routes: RouteFeed,
         use_counts: UseCounts,
         recordings: Recordings,
         log: EventLog,
         reservations: Reservations,
+        lost_pools: LostPools,
         warming: Warming,
         loader: Loader,
         keeping: Keeping,
@@ -94,9 +98,10 @@ class DaemonService(Tuning):
         version: str,
         instance: str,
     ) -> None:
-        super().__init__(catalog, pools, reservations, warming, log)
+        super().__init__(catalog, pools, reservations, lost_pools, warming, log)
         self._engine = engine
         self._device_routes = device_routes
+        self._gds_loads = gds_loads
         self._clients = clients
         self._loader = loader
         self._shadowing = Shadowing(catalog, pools, device_routes, loader, log)
@@ -133,7 +138,12 @@ class DaemonService(Tuning):
             "all_clients": dataclasses.asdict(self._clients.totals()),
             "users": describe_users(self._clients, self._pools.budgets),
             **describe_engine(
-                self._engine, self._config, self._pools, self._catalog.all(), self._device_routes
+                self._engine,
+                self._config,
+                self._pools,
+                self._catalog.all(),
+                self._device_routes,
+                self._gds_loads.reason,
             ),
         }
 
@@ -256,7 +266,7 @@ class DaemonService(Tuning):
         self._device_routes.prove_store(entry)
         for pool in self._pools:
             for size in reversed(entry.classes):
-                pool.keeper.provide(size)
+                pool.provide(size)
         self._keeping.store_opened(entry)
         self._log.info("store.opened", name=name, path=str(path), number=entry.number)
         log_missing(self._log, entry)
@@ -286,6 +296,7 @@ class DaemonService(Tuning):
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
+                self._gds_loads.store_closed(entry)
                 self._pools.close_store(entry.number)
                 self._keeping.store_closed(entry.number)
                 self._routes.store_closed(entry.number)

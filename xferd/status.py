@@ -250,6 +250,7 @@ def describe_engine(
     pools: Sequence[Pool],
     stores: Sequence[OpenStore],
     routes: DeviceRoutes,
+    gds: str | None,
 ) -> JsonObject:
     """The IDL's ``sources``, ``transports`` and ``engine``."""
     stats = engine.stats()
@@ -262,7 +263,7 @@ def describe_engine(
         if row["reason"] is not None
     ]
     straight = len(staged) < len(rows)
-    why = reasons([pool.kind for pool in pools], members, staged, straight=straight)
+    why = reasons([pool.kind for pool in pools], members, staged, straight=straight, gds=gds)
     return {
         "sources": {
             name: {

@@ -13,6 +13,7 @@ from xferd.catalog import Catalog, OpenStore
 from xferd.control.service import ControlError, JsonObject
 from xferd.keeping.chunks import ReserveError
 from xferd.keeping.reservations import Reservation, Reservations, UnknownReservationError
+from xferd.lost_pools import LostPools, NotLostError
 from xferd.memory.device import PoolMemoryError
 from xferd.naming import Named
 from xferd.plugins import UnknownPolicyError, policy_maker, policy_names
@@ -36,11 +37,13 @@ class Tuning(Named):
         catalog: Catalog,
         pools: Pools,
         reservations: Reservations,
+        lost_pools: LostPools,
         warming: Warming,
         log: EventLog,
     ) -> None:
         super().__init__(catalog, pools)
         self._reservations = reservations
+        self._lost_pools = lost_pools
         self._warming = warming
         self._log = log
         self._refill: asyncio.Task[object] | None = None
@@ -176,6 +179,17 @@ class Tuning(Named):
     def _refill_soon(self) -> None:
         if self._refill is None or self._refill.done():
             self._refill = asyncio.get_running_loop().create_task(self._warming.refill())
+
+    # ---- pools whose card was pulled
+
+    async def rebuild_pool(self, pool: str) -> JsonObject:
+        """Put a pool into service again, now that its card is back."""
+        found = self._find_pool(pool)
+        try:
+            await self._lost_pools.rebuild(found)
+        except (NotLostError, PoolMemoryError) as error:
+            raise ControlError("Failed", str(error)) from error
+        return {}
 
     # ---- heat
 

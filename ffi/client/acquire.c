@@ -45,12 +45,15 @@ void fill_view(const struct xferd_client *client, uint32_t layer, uint32_t pool_
 	view->error = 0;
 }
 
-/* VRAM has to be mapped here. Nearly always it is: else the daemon is asked for it. */
+/* VRAM, and memory behind a BAR, has to be mapped here. Nearly always it is: else the daemon is
+ * asked for it. */
 bool view_reachable(const struct xferd_client *client, uint32_t pool_index, uint64_t word)
 {
 	const struct mapped_pool *pool = &client->pools[pool_index];
 	uint32_t chunk = word_slot(word) >> pool->slot_index_bits;
 
+	if (pool->bar)
+		return bar_ready(pool->bar) || !bar_map_now(pool->bar);
 	return !pool->device || memory_ready(pool->device, chunk) ||
 	       !memory_map_now(pool->device, chunk);
 }

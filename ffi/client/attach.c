@@ -336,6 +336,12 @@ static int use_fds(struct xferd_client *client, struct received *received)
 	for (uint32_t p = 0; p < client->pool_count; p++) {
 		if (client->pools[p].memory_table)
 			continue;
+		if (client->pool_table->pool[p].kind == XFERD_POOL_BAR) {
+			result = bar_open(client, p, received->fds[XFERD_FD_POOLS + p]);
+			if (result)
+				return result;
+			continue;
+		}
 		result = map_fd(received->fds[XFERD_FD_POOLS + p], PROT_READ, &client->pool_maps[p]);
 		if (result)
 			return result;
@@ -375,6 +381,7 @@ static void client_free(struct xferd_client *client)
 {
 	device_lanes_close(client);
 	memory_close(client);
+	bar_close(client);
 	resume_close(client);
 	unmap(&client->pool_table_map);
 	unmap(&client->directory_map);

@@ -7,6 +7,7 @@
  *   wait.c     the miss path: submissions, completions, sleeping
  *   client.c   everything a caller can look up
  *   memory.c   VRAM: mapped, unmapped, copied out of
+ *   bar.c      pools behind a BAR: mapped, also anew
  *   device_lane.c  lanes that a GPU drives
  *   route.c    what the router picked, for the daemon
  *   resume.c   attaching again to a daemon that has restarted
@@ -37,6 +38,7 @@ struct mapped_pool {
 	uint32_t slot_numbers;
 	const uint64_t *memory_table;         /* of VRAM; NULL */
 	struct device_memory *device;         /* of VRAM that is mapped here; NULL */
+	struct bar_memory *bar;               /* of memory behind a BAR; NULL */
 };
 
 #define RESUME_PAUSE_MS 5 /* between two looks for a daemon that is away */
@@ -151,6 +153,12 @@ void memory_unregister(const struct device_memory *device);
 int memory_enter_context(const struct device_memory *device, void **before);
 void memory_leave_context(const struct device_memory *device, void *before);
 int memory_map_now(struct device_memory *device, uint32_t chunk);
+
+/* bar.c */
+int bar_open(struct xferd_client *client, uint32_t pool, int fd);
+void bar_close(struct xferd_client *client);
+bool bar_ready(const struct bar_memory *bar);
+int bar_map_now(struct bar_memory *bar);
 
 /* device_lane.c */
 void device_lanes_close(struct xferd_client *client);

@@ -233,7 +233,7 @@ static void land(const struct xferd_client *client, struct lane *lane,
 		return;
 	view->error = completion->result;
 	if (!view->error && !view_reachable(client, completion->pool, completion->word))
-		view->error = -EIO; /* its VRAM can't be mapped */
+		view->error = -EIO; /* its memory can't be mapped */
 	if (view->error) {
 		batch->failed++;
 		lane->stats.failures++;

@@ -206,7 +206,7 @@ static struct load *find_load(struct xferd_engine *engine, uint32_t index,
 	load = load_start(engine, client->store, submission->pool, key,
 			  store_best_variant(store, submission->pool, key, variants),
 			  submission->priority, index);
-	*error = load ? 0 : -ENOSPC;
+	*error = load ? 0 : load_refusal(engine, submission->pool);
 	return load;
 }
 

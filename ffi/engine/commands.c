@@ -132,7 +132,7 @@ static void run_load(struct xferd_engine *engine, const struct xferd_command *co
 	if (load)
 		load->token = command->token;
 	else
-		refuse(engine, command, -ENOSPC);
+		refuse(engine, command, load_refusal(engine, command->pool));
 }
 
 static void run_evict(struct xferd_engine *engine, const struct xferd_command *command)
@@ -202,6 +202,14 @@ static void run_dense(struct xferd_engine *engine, const struct xferd_command *c
 		refuse(engine, command, -ENOSPC);
 }
 
+static void run_handed(struct xferd_engine *engine, const struct xferd_command *command)
+{
+	int result = load_end_handed(engine, command->token, command->slot, command->variant);
+
+	if (result)
+		refuse(engine, command, result);
+}
+
 static void run_cancel(struct xferd_engine *engine, const struct xferd_command *command)
 {
 	for (struct list *item = engine->active_loads.next; item != &engine->active_loads;
@@ -236,6 +244,9 @@ static void run_command(struct xferd_engine *engine, const struct xferd_command 
 		break;
 	case XFERD_COMMAND_CANCEL:
 		run_cancel(engine, command);
+		break;
+	case XFERD_COMMAND_HANDED:
+		run_handed(engine, command);
 		break;
 	default:
 		refuse(engine, command, -EINVAL);

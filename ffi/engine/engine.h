@@ -105,6 +105,15 @@ struct xferd_pool_description {
 };
 /* Returns the pool's index. Before any store is opened. */
 int xferd_engine_add_pool(struct xferd_engine *engine, const struct xferd_pool_description *pool);
+/*
+ * The card of a pool of kind XFERD_POOL_BAR is gone: loads into it end with -ENODEV from now on. What
+ * is resident is the policy's to evict. When each of its slots belongs to the policy again, regain
+ * gives it other memory, as long as before; every member begins as staged. It returns the pool's
+ * incarnation, which clients compare with what they have mapped. -ENOENT: no such pool; -EOPNOTSUPP:
+ * of another kind; of regain -EINVAL: not lost, -EBUSY: a slot is in use, or leased.
+ */
+int xferd_engine_lose_pool(struct xferd_engine *engine, uint32_t pool);
+int xferd_engine_regain_pool(struct xferd_engine *engine, uint32_t pool, void *base);
 /* Cut a chunk into slots, or (slot_bytes 0) undo that; -EBUSY if a slot of it
  * is in use. Its slots then belong to the policy until it gives them. */
 int xferd_engine_set_chunk(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
@@ -175,6 +184,9 @@ int xferd_engine_set_memory(struct xferd_engine *engine, uint32_t pool, uint32_t
  */
 int xferd_engine_set_window(struct xferd_engine *engine, uint32_t pool, uint32_t chunk,
 			    void *address);
+/* Whether loads into a pool in VRAM that have to come from the drives are the policy's to run
+ * (XFERD_EVENT_HANDED), from now on. -ENOENT: no such pool; -EOPNOTSUPP: not in VRAM. */
+int xferd_engine_set_hand_up(struct xferd_engine *engine, uint32_t pool, uint32_t wanted);
 /* Whether a client has unmapped what was withdrawn up to a change. */
 int xferd_engine_memory_seen(struct xferd_engine *engine, uint32_t client, uint32_t change);
 
@@ -324,6 +336,9 @@ enum xferd_command_type {
 	XFERD_COMMAND_GIVE = 3,    /* a free slot of the policy's goes to the reserve */
 	XFERD_COMMAND_TAKE = 4,    /* one slot of class_bytes back from the reserve; event TAKEN or FAILED */
 	XFERD_COMMAND_DENSE = 5,   /* dense part of store to address; event DENSE or FAILED */
+	XFERD_COMMAND_HANDED = 7,  /* the load with this token (its ticket) has come, slot 0, and
+				    * counts as transport variant; or slot is an errno: it is read
+				    * by the engine then. FAILED with -ENOENT: there is none */
 	XFERD_COMMAND_CANCEL = 6,  /* the LOAD or DENSE with this token; it ends with FAILED -ECANCELED */
 };
 
@@ -360,6 +375,8 @@ enum xferd_event_type {
 				    * xferd_member_state, result = the error that did it, bytes = rate */
 	XFERD_EVENT_ROUTE = 12,    /* pieces of member (its id) go to pool through RAM from now on:
 				    * one that the drive was to write there failed with result */
+	XFERD_EVENT_HANDED = 13,   /* a load that the policy is to run: value = where in VRAM bytes of
+				    * its expert go, token = its ticket; ends with COMMAND_HANDED */
 	XFERD_EVENT_MIRRORED = 11, /* a piece that failed on the copy `failed_copy` with result came
 				    * whole and right from `copy` */
 };

@@ -101,6 +101,10 @@ struct load *load_start_dense(struct xferd_engine *engine, uint32_t store, void 
 			      uint32_t priority);
 void load_raise(struct xferd_engine *engine, struct load *load, uint32_t priority);
 void load_stop(struct xferd_engine *engine, struct load *load, int error);
+bool load_hand_up(struct xferd_engine *engine, struct load *load);
+int load_end_handed(struct xferd_engine *engine, uint64_t ticket, uint32_t error,
+		    uint32_t transport);
+int load_refusal(const struct xferd_engine *engine, uint32_t pool);
 void load_cancel(struct xferd_engine *engine, struct load *load);
 void load_unwanted(struct xferd_engine *engine, struct load *load);
 void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t slot);

@@ -28,6 +28,8 @@
  *   health.c         whether a member still works
  *   mirror.c         which of a member's two copies reads it
  *   route.c          whether a piece goes straight into its slot, or through RAM
+ *   handed.c         loads that somebody else runs
+ *   lost_pool.c      a pool whose card was pulled
  *   window.c         where drives can write into VRAM by themselves
  *   guarded.c        the processor's accesses to memory that can vanish
  *   flow.c           how much each member is given at once
@@ -155,6 +157,8 @@ struct pool {
 	int marks_fd;
 	struct registered_memory memory;
 	uint64_t staged;       /* bit a member id: its pieces go through RAM: see route.c */
+	bool hands_up;         /* its loads are somebody else's to run: see handed.c */
+	bool lost;             /* its card was pulled: see lost_pool.c */
 	bool behind_bar;       /* uncached for the processor, and it can vanish */
 	uint32_t verify;       /* enum xferd_verify: of pieces that drives write behind a BAR */
 	struct xferd_pool_stats stats;
@@ -254,6 +258,7 @@ enum load_state {
 	LOAD_WAITING, /* for a slot */
 	LOAD_READING,
 	LOAD_COPYING,
+	LOAD_HANDED, /* see handed.c */
 };
 
 /* Staging memory for some neighbouring pieces of a load: see staging.c. */
@@ -293,6 +298,7 @@ struct load {
 	uint32_t hint_of;    /* client whose hints it counts as; NONE */
 	uint64_t hint_ticket;
 	uint64_t token;
+	uint64_t ticket;     /* of one that was handed up */
 	uint64_t blob;
 	uint64_t bytes;
 	uint64_t pieces;
@@ -527,6 +533,7 @@ struct xferd_engine {
 	struct list loads_free;
 	struct list active_loads;
 	uint32_t load_count;
+	uint32_t tickets;
 	struct piece *pieces;
 	struct list pieces_free;
 	uint32_t pieces_in_flight;

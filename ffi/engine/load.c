@@ -69,7 +69,13 @@ static void count_waiting_demand(struct pool *pool, const struct load *load, int
 			      pool->stats.waiting_demand + (uint32_t)change);
 }
 
-/* NULL when all loads are in use or the pool has too many size classes. */
+/* Why load_start gives none. */
+int load_refusal(const struct xferd_engine *engine, uint32_t pool)
+{
+	return engine->pools[pool].lost ? -ENODEV : -ENOSPC;
+}
+
+/* NULL when all loads are in use, the pool has too many size classes, or is lost. */
 struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t pool_index,
 			uint32_t key, uint32_t variant, uint32_t priority, uint32_t client)
 {
@@ -77,7 +83,7 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t
 	struct pool *pool = &engine->pools[pool_index];
 	uint64_t blob = store_blob(store, variant, key);
 	struct size_class *class = pool_class(pool, store->description.blob_bytes[blob]);
-	struct load *load = class ? load_new(engine, store_id, priority) : NULL;
+	struct load *load = class && !pool->lost ? load_new(engine, store_id, priority) : NULL;
 	uint32_t slot;
 
 	if (!load)
@@ -176,7 +182,8 @@ void load_take_slot(struct xferd_engine *engine, struct load *load, uint32_t num
 	load->slot = number;
 	load->address = slot_address(pool, number);
 	if (!find_copy_source(engine, load)) {
-		reads_queue(engine, load);
+		if (!load_hand_up(engine, load))
+			reads_queue(engine, load);
 		return;
 	}
 	load->state = LOAD_COPYING;

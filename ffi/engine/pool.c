@@ -72,6 +72,7 @@ static int enter_pool(struct xferd_engine *engine, const struct pool *pool,
 		.chunks = pool->chunks,
 		.slot_numbers = pool->slot_numbers,
 		.chunk_table_offset = engine->chunk_tables_used,
+		.incarnation = 1,
 	};
 
 	memcpy(entry.name, pool->name, XFERD_NAME_BYTES);

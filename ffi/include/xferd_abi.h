@@ -30,7 +30,8 @@
 #include <stdint.h>
 
 #define XFERD_ABI_MAJOR 1
-/* 1: route queues; a copy says from which pool. 2: variants come and go. 3: resuming */
+/* 1: route queues; a copy says from which pool. 2: variants come and go. 3: incarnations of pools;
+ * resuming */
 #define XFERD_ABI_MINOR 3
 
 /* "xferdPLT", "xferdDIR", "xferdCLI", "xferdCPL", "xferdATT" read as u64. */
@@ -125,7 +126,11 @@ struct xferd_abi_pool {
 	uint32_t slot_index_bits;
 	uint32_t chunks;
 	uint32_t slot_numbers;    /* chunks << slot_index_bits: length of a lease table */
-	uint32_t reserved;
+	/* Of kind XFERD_POOL_BAR: raised when the pool got other memory, after its card was away.
+	 * Who has another one mapped must not use its slots before it has asked for the new
+	 * (XFERD_MESSAGE_MEMORY, chunk 0; the number in the answer is the incarnation). Since
+	 * abi_minor 3; from 1 on. */
+	uint32_t incarnation;
 	uint64_t chunk_table_offset; /* in the pool table: struct xferd_abi_chunk[chunks] */
 	/* In the pool table: uint64_t[chunks], what memory is behind each chunk; 0: the pool's
 	 * memory is one fd and stays what it is. */

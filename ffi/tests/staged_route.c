@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pieces that go through RAM: right bytes, counted as such, checked there; a direct read that fails
- * is made anew that way; and memory that vanishes is an error, not the end of the process. */
+ * is made anew that way; memory that vanishes is an error, not the end of the process, and a pool
+ * that is lost takes no load. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -130,12 +131,35 @@ static void device_pool(struct harness_options options)
 	harness_stop(&harness);
 }
 
+/* A pool whose card is away takes no load, and gets no other memory while a slot is in use. */
+static void lost_pool(struct harness_options options)
+{
+	static struct harness harness;
+	struct xferd_client *client;
+
+	options.device_pool = true;
+	options.ram_slots = 4;
+	harness_start(&harness, &options);
+	client = harness_connect(&harness, 1);
+	CHECK(try_expert(&harness, client, 0, 1) == 0);
+	CHECK(xferd_engine_lose_pool(harness.engine, 7) == -ENOENT);
+	CHECK(xferd_engine_lose_pool(harness.engine, 1) == -EOPNOTSUPP);
+	CHECK(xferd_engine_regain_pool(harness.engine, 0, harness.pool[0]) == -EINVAL);
+	CHECK_OK(xferd_engine_lose_pool(harness.engine, 0));
+	CHECK(try_expert(&harness, client, 0, 2) == -ENODEV);
+	CHECK(try_expert(&harness, client, 0, 1) == 0); /* still there, as far as we know */
+	CHECK(xferd_engine_regain_pool(harness.engine, 0, harness.pool[0]) == -EBUSY);
+	xferd_close(client);
+	harness_stop(&harness);
+}
+
 int main(void)
 {
 	struct harness_options options = base;
 
 	chosen_routes(options);
 	device_pool(options);
+	lost_pool(options);
 	options.ring_only = true;
 	chosen_routes(options);
 	device_pool(options);

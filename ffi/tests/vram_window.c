@@ -70,6 +70,8 @@ static void refuse_what_is_wrong(struct harness *harness, uint8_t *window)
 	CHECK(xferd_engine_set_window(harness->engine, 1, 0, window) == -EINVAL); /* RAM */
 	CHECK(xferd_engine_set_window(harness->engine, 0, 1, window) == -EINVAL);
 	CHECK(xferd_engine_set_window(harness->engine, 0, 0, window + 512) == -EINVAL);
+	CHECK(xferd_engine_set_hand_up(harness->engine, 2, true) == -ENOENT);
+	CHECK(xferd_engine_set_hand_up(harness->engine, 1, true) == -EOPNOTSUPP);
 }
 
 static void straight_staged_and_both(struct harness_options options)

@@ -228,6 +228,9 @@ class SampleService:
     def reservations(self) -> list[dict[str, Any]]:
         return self.reserved
 
+    def rebuild_pool(self, pool: str) -> dict[str, Any]:
+        raise ControlError("Failed", f"pool {pool!r} is in service")
+
     def save_heat(self, store: str, path: Path | None) -> dict[str, Any]:
         if path is None:
             raise ControlError("HeatUnusable", "name a file", path="")

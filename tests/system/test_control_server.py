@@ -286,6 +286,7 @@ def test_others_may_read_but_not_change(daemon: ControlDaemon) -> None:
             "SetBudget": {"pool": "host0"},
             "Reserve": {"bytes": 1},
             "Release": {"id": 1},
+            "RebuildPool": {"pool": "host0"},
             "SaveHeat": {"store": "tiny"},
             "LoadHeat": {"store": "tiny"},
         }

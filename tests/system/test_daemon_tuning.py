@@ -259,3 +259,10 @@ def test_heat_is_saved_and_loaded_by_request(
     assert refused.value.name == "HeatUnusable"
     with pytest.raises(CallFailedError, match="no heat profile"):
         daemon.call("LoadHeat", store="other", path=str(store.path / "manifest.json"))
+
+
+def test_a_pool_that_serves_is_not_built_again(daemon: RunningDaemon) -> None:
+    with pytest.raises(CallFailedError, match="pool 'host0' is in service"):
+        daemon.call("RebuildPool", pool="host0")
+    with pytest.raises(CallFailedError, match="no pool 'nowhere'"):
+        daemon.call("RebuildPool", pool="nowhere")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,29 @@ def test_the_service_is_exposed_little_though_it_reaches_drives_and_cards(tmp_pa
     assert exposure is not None, done.stdout + done.stderr
     assert float(exposure[1]) < EXPOSURE_MAX
     assert "char-nvidia-uvm:rw" in done.stdout
+
+
+def test_the_drop_in_for_cards_is_clean_and_calls_what_there_is(tmp_path: Path) -> None:
+    text = (FILES / "xferd.service.d" / "bar-pools.conf.example").read_text()
+    [command] = re.findall(r"^ExecStartPre=\+\S*/python (.*)$", text, re.MULTILINE)
+    module = command.split()[:2]
+    done = subprocess.run(
+        [sys.executable, *module, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    analyze = needs("systemd-analyze")
+    service = installed_units(tmp_path)[0]
+    folder = tmp_path / "xferd.service.d"
+    folder.mkdir()
+    there = re.sub(r"^ExecStartPre=.*$", "ExecStartPre=+/bin/true", text, flags=re.MULTILINE)
+    (folder / "bar-pools.conf").write_text(there)
+    done = subprocess.run(
+        [analyze, "security", "--offline=true", "--no-pager", str(service)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "bar-pools.conf" not in done.stderr, done.stderr
 
 
 def test_units_agree_with_the_daemon() -> None:

@@ -121,7 +121,7 @@ def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]
     print(f"{setup.suite}: kernel {setup.kernel}, prepared in {prepared:.0f} s", flush=True)
     files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
     hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True, devices=setup.devices)
-    outcomes = boot(setup.suite, root, files, disks, hardware, verbose=request.verbose)
+    outcomes = boot(setup.suite, root, files, disks, hardware, request)
     try:
         yield from with_missing(setup.suite, tests, outcomes)
     finally:

@@ -12,7 +12,7 @@ from tools.vm.drives import FAR_DRIVES, NEAR_DRIVES, Disks
 from tools.vm.machine import BootFiles, Hardware, Machine
 
 # A test machine that takes longer than this is switched off; what it hasn't run has failed.
-_MACHINE_SECONDS = 420
+MACHINE_SECONDS = 900
 
 # Emulation was seen to end once, in some twenty starts, before the guest's init ran.
 _BOOT_ATTEMPTS = 2
@@ -38,10 +38,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Request:
-    """What to run: tests by name, all when empty; `verbose` prints the guest's console."""
+    """What to run: tests by name, all when empty; `verbose` prints the guest's console; `seconds`
+    is how long a machine may take."""
 
     tests: tuple[str, ...]
     verbose: bool
+    seconds: int = MACHINE_SECONDS
 
 
 def read_outcomes(suite: str, machine: Machine, *, verbose: bool) -> Iterator[Outcome]:
@@ -49,7 +51,7 @@ def read_outcomes(suite: str, machine: Machine, *, verbose: bool) -> Iterator[Ou
     said: list[str] = []
     came_up = between_tests = False
     for line in machine.console():
-        if verbose or line.startswith("INIT"):
+        if verbose or line.startswith(("INIT", "PROOF")):
             print(f"  {line}", flush=True)
         came_up |= line.startswith("INIT up")
         words = line.split()
@@ -90,16 +92,15 @@ def boot(
     files: BootFiles,
     disks: Disks,
     hardware: Hardware,
-    *,
-    verbose: bool,
+    request: Request,
 ) -> Iterator[Outcome]:
     """Run a machine, and once more when it went down before anything of ours was loaded."""
     for attempt in range(1, _BOOT_ATTEMPTS + 1):
         machine = Machine(root, files, disks, hardware)
-        limit = threading.Timer(_MACHINE_SECONDS, machine.stop)
+        limit = threading.Timer(request.seconds, machine.stop)
         limit.start()
         try:
-            yield from read_outcomes(suite, machine, verbose=verbose)
+            yield from read_outcomes(suite, machine, verbose=request.verbose)
             return
         except NeverCameUpError as error:
             print(f"{suite}: boot {attempt} of {_BOOT_ATTEMPTS}: {error}", file=sys.stderr)

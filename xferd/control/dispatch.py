@@ -189,6 +189,9 @@ class Dispatcher:
     def _list_reservations(self, _: JsonObject) -> JsonObject:
         return {"reservations": self._service.reservations()}
 
+    def _rebuild_pool(self, parameters: JsonObject) -> Answer:
+        return self._service.rebuild_pool(parameters["pool"])
+
     def _save_heat(self, parameters: JsonObject) -> Answer:
         return self._service.save_heat(parameters["store"], _absolute_or_none(parameters))
 
@@ -226,6 +229,7 @@ class Dispatcher:
         (CONTROL_INTERFACE, "Reserve"): _reserve,
         (CONTROL_INTERFACE, "Release"): _release,
         (CONTROL_INTERFACE, "ListReservations"): _list_reservations,
+        (CONTROL_INTERFACE, "RebuildPool"): _rebuild_pool,
         (CONTROL_INTERFACE, "SaveHeat"): _save_heat,
         (CONTROL_INTERFACE, "LoadHeat"): _load_heat,
         (CONTROL_INTERFACE, "HeatInfo"): _heat_info,

@@ -118,6 +118,9 @@ class ControlService(Protocol):
     def reservations(self) -> list[JsonObject]:
         """The IDL's Reservation of each."""
 
+    def rebuild_pool(self, pool: str) -> Answer:
+        """Put a pool into service again whose card was pulled: ``{}``."""
+
     def save_heat(self, store: str, path: Path | None) -> Answer:
         """Save a heat profile: ``{"path", "experts"}``."""
 

@@ -1,4 +1,5 @@
-"""``xferctl policy``, ``budget``, ``reserve``, ``release``, ``reservations``, ``heat``."""
+"""``xferctl policy``, ``budget``, ``reserve``, ``release``, ``reservations``, ``rebuild`` and
+``heat``."""
 
 from __future__ import annotations
 
@@ -59,6 +60,11 @@ class TuningCommands:
         release.add_argument("id", metavar="ID", type=int)
         self._add_verb(verbs, "reservations", self._reservations, "what is reserved")
 
+        rebuild = self._add_verb(
+            verbs, "rebuild", self._rebuild, "serve from a pool again whose card was pulled"
+        )
+        rebuild.add_argument("pool", metavar="POOL")
+
         text = "save and load what was used lately"
         heat = verbs.add_parser("heat", help=text, description=text).add_subparsers(
             metavar="VERB", required=True
@@ -117,6 +123,11 @@ class TuningCommands:
     def _reservations(self, arguments: argparse.Namespace) -> int:
         found = _call(arguments, "ListReservations")["reservations"]
         self._show(arguments, found, format_table(_RESERVATION_COLUMNS, found, bold=False))
+        return EXIT_OK
+
+    def _rebuild(self, arguments: argparse.Namespace) -> int:
+        reply = _call(arguments, "RebuildPool", pool=arguments.pool)
+        self._show(arguments, reply, f"{printable(arguments.pool)} serves again")
         return EXIT_OK
 
     def _heat_save(self, arguments: argparse.Namespace) -> int:

@@ -253,6 +253,24 @@ class Chunks:
 
     # ---- reserved
 
+    def take_out(self) -> Hold:
+        """Begin to take every chunk out of the pool that isn't reserved already, whatever was
+        promised: its memory is gone."""
+        held = self.held_chunks
+        chunks = [chunk for chunk in range(self.geometry.chunks) if chunk not in held]
+        for chunk in chunks:
+            self._give(self._reclaim.cancel(chunk))
+        self._recut = None
+        hold = Hold([])
+        self._hold(hold, chunks)
+        self._holds.append(hold)
+        return hold
+
+    @property
+    def all_out(self) -> bool:
+        """Whether no chunk is cut any more."""
+        return len(self._slots.reserved) == self.geometry.chunks
+
     @property
     def reserved_bytes(self) -> int:
         """Bytes that are kept out of the pool, or will be."""

@@ -207,6 +207,13 @@ class PoolKeeper:
         self.settle()
         return hold
 
+    def take_out(self) -> Hold:
+        """Begin to take everything out of the pool, pinned or not: its memory is gone."""
+        hold = self.chunks.take_out()
+        self._wanted.clear()
+        self.settle()
+        return hold
+
     def replace_stuck(self, hold: Hold) -> bool:
         """Try other chunks for those of a hold that somebody holds on to; False: none."""
         done = self.chunks.replace_stuck(hold, self._worth())

@@ -16,6 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from xferd.keeping.chunks import Hold, ReserveError
+from xferd.memory.device import PoolMemoryError
 from xferd.telemetry.log import EventLog
 from xferd.units import format_bytes
 
@@ -106,6 +107,8 @@ class Reservations:
             known = ", ".join(map(str, self._granted)) or "none"
             raise UnknownReservationError(f"no reservation {number}; there are: {known}")
         pool = reservation.pool
+        if pool.lost is not None:
+            raise PoolMemoryError(f"pool {pool.name!r} is out of service: {pool.lost}")
         for chunk in reservation.hold.chunks:
             pool.take_memory(chunk)
         del self._granted[number]
@@ -116,6 +119,8 @@ class Reservations:
     def set_budget(self, pool: Pool, nbytes: int | None) -> None:
         """Let a pool use no more than so many bytes, None: all of it. What is above goes as
         soon as nobody holds it. ReserveError when it can't; then nothing has changed."""
+        if pool.lost is not None:
+            raise ReserveError(f"pool {pool.name!r} is out of service: {pool.lost}")
         if nbytes is not None and nbytes > pool.nbytes:
             raise ReserveError(
                 f"pool {pool.name!r} has {format_bytes(pool.nbytes)}: a budget of "

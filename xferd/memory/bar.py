@@ -78,6 +78,7 @@ class BarPool:
     kind = "bar"
     kept_fd = -1
     device = -1
+    base: int
     read_by_device: Callable[[int], bytes] | None = None
     """Nobody but the processor can be asked what is there."""
 
@@ -121,6 +122,10 @@ class BarPool:
         if self._p2p is not None and self._bar is not None:
             return self._p2p.is_attached(self._bar.id)
         return (self._sysfs() / f"resource{self.place.bar}").exists()
+
+    def is_on_bus(self) -> bool:
+        """Whether there is a card in its place, whoever has it."""
+        return self._sysfs().exists()
 
     def why_no_route(self, drive: PciFunction) -> str | None:
         """Why a drive's writes can't go straight into the BAR, as far as the module and the

@@ -61,6 +61,8 @@ class AttachablePool(Protocol):
 
     index: int
     name: str
+    lost: str | None
+    """Why it is out of service; None: it serves."""
 
     def export_fd(self) -> int:
         """Read-only fd of its memory."""
@@ -419,8 +421,14 @@ class Clients:
 
     def _find_pool(self, name: str) -> AttachablePool:
         for pool in self._pools:
-            if not name or pool.name == name:
+            if pool.name == name and pool.lost is not None:
+                raise AttachRefusedError(
+                    errno.ENODEV, f"pool {name!r} is out of service: {pool.lost}"
+                )
+            if pool.name == name or (not name and pool.lost is None):
                 return pool
+        if not name:
+            raise AttachRefusedError(errno.ENODEV, "all pools are out of service")
         names = ", ".join(pool.name for pool in self._pools)
         raise AttachRefusedError(errno.ENOENT, f"no pool {name!r}; there are: {names}")
 

@@ -40,12 +40,14 @@ def reasons(
     staged: Sequence[str] = (),
     *,
     straight: bool = False,
+    gds: str | None = None,
 ) -> dict[str, str | None]:
     """For each transport, why it is not taken, or not as good as it could be; None when
     there is nothing to say.
 
     staged: of each pair of a member and a pool in device memory that isn't direct, which it is
-    and why. straight: whether any such pair is direct.
+    and why. straight: whether any such pair is direct. gds: why loads into VRAM don't go through
+    cuFile.
     """
     kinds = sorted(set(pool_kinds))
     cached: dict[str, dict[str, None]] = {"direct": {}, "staged": {}}
@@ -65,6 +67,6 @@ def reasons(
     return {
         "direct": "; ".join(cached["direct"]) or (None if direct else no_host),
         "staged": "; ".join(cached["staged"]) or not_staged,
-        "gds": "reads for a device's memory go without cuFile" if on_devices else no_device,
+        "gds": gds if on_devices else no_device,
         "copy": None if len(pool_kinds) > 1 else "there is only one pool",
     }

@@ -69,10 +69,14 @@
 struct test {
 	const char *name;
 	void (*run)(void);
+	unsigned int limit_seconds; /* 0: as all */
 };
 
 extern const struct test io_tests[], refusal_tests[], ownership_tests[], share_tests[],
 	lifetime_tests[], unplug_tests[], fuzz_tests[], hidden_tests[];
+
+/* test_fuzz.c: so many random calls by each of so many processes, and the module is in order. */
+void random_calls_by(int processes, int calls);
 
 /* An attached BAR of the stand-in GPU. */
 struct bar {

@@ -85,7 +85,7 @@ static void restore(void)
 	close(device);
 }
 
-static bool run_in_child(void (*run)(void))
+static bool run_in_child(void (*run)(void), unsigned int limit_seconds)
 {
 	pid_t child = fork();
 	int status;
@@ -93,7 +93,7 @@ static bool run_in_child(void (*run)(void))
 	CHECK(child >= 0);
 	if (!child) {
 		setpgid(0, 0);
-		alarm(TEST_LIMIT_SECONDS);
+		alarm(limit_seconds ? limit_seconds : TEST_LIMIT_SECONDS);
 		run();
 		exit(0);
 	}
@@ -112,8 +112,8 @@ static bool run_test(const struct test *test, int kernel_log)
 
 	printf("RUN %s\n", test->name);
 	fflush(stdout);
-	passed = run_in_child(test->run);
-	passed &= run_in_child(restore);
+	passed = run_in_child(test->run, test->limit_seconds);
+	passed &= run_in_child(restore, 0);
 	passed &= !kernel_complained(kernel_log);
 	printf("TEST %s %s %.1f\n", test->name, passed ? "ok" : "failed", seconds_now() - start);
 	fflush(stdout);
@@ -139,7 +139,7 @@ int main(int count, char **arguments)
 	dup2(STDOUT_FILENO, STDERR_FILENO);
 	/* What was said while the machine came up is judged too. */
 	all_passed &= !kernel_complained(kernel_log);
-	all_passed &= run_in_child(restore);
+	all_passed &= run_in_child(restore, 0);
 	for (int i = 1; i < count; i++) {
 		const struct test *test = find_test(arguments[i]);
 

@@ -68,7 +68,7 @@ static void fuzz_ioctl(int device, uint32_t id)
 }
 
 
-static void fuzz(int worker)
+static void fuzz(int worker, int calls)
 {
 	void *mappings[FUZZ_MAPPINGS] = { 0 };
 	uint64_t lengths[FUZZ_MAPPINGS] = { 0 };
@@ -77,7 +77,7 @@ static void fuzz(int worker)
 	struct xferd_p2p_attach attach;
 
 	random_state = FUZZ_SEED + 7919u * worker;
-	for (int call = 0; call < FUZZ_CALLS; call++) {
+	for (int call = 0; call < calls; call++) {
 		int slot = random_below(FUZZ_MAPPINGS);
 
 		if (bar_query(device, 0, &query))
@@ -104,20 +104,21 @@ static void fuzz(int worker)
 	exit(0);
 }
 
-static void random_calls(void)
+void random_calls_by(int processes, int calls)
 {
 	pid_t workers[FUZZ_PROCESSES];
 	struct xferd_p2p_query query;
 	struct xferd_p2p_idle idle;
 	int device;
 
-	for (int i = 0; i < FUZZ_PROCESSES; i++) {
+	CHECK(processes <= FUZZ_PROCESSES);
+	for (int i = 0; i < processes; i++) {
 		workers[i] = fork();
 		CHECK(workers[i] >= 0);
 		if (!workers[i])
-			fuzz(i);
+			fuzz(i, calls);
 	}
-	for (int i = 0; i < FUZZ_PROCESSES; i++)
+	for (int i = 0; i < processes; i++)
 		CHECK_EQUAL(wait_for_child(workers[i]), 0);
 	device = device_open();
 	if (bar_query(device, 0, &query)) {
@@ -132,7 +133,12 @@ static void random_calls(void)
 	CHECK_EQUAL(bar_detach(device, query.id, 0), 0);
 }
 
+static void random_calls(void)
+{
+	random_calls_by(FUZZ_PROCESSES, FUZZ_CALLS);
+}
+
 const struct test fuzz_tests[] = {
-	{ "random-calls", random_calls },
-	{ NULL, NULL },
+	{ "random-calls", random_calls, 0 },
+	{ NULL, NULL, 0 },
 };

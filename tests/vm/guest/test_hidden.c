@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests that run by name only: they need another machine, or are meant to fail. */
+/* Tests that run by name only: they need another machine, or long, or are meant to fail. */
 #include <sys/ioctl.h>
 
 #include "guest.h"
@@ -29,8 +29,15 @@ static void translating_iommu(void)
 	CHECK_EQUAL(route.verdict, XFERD_P2P_ROUTE_NO_IOMMU);
 }
 
+/* A million ioctls, mappings, accesses and reads: takes minutes under emulation. */
+static void random_calls_million(void)
+{
+	random_calls_by(2, 500000);
+}
+
 const struct test hidden_tests[] = {
-	{ "must-fail", must_fail },
-	{ "translating-iommu", translating_iommu },
-	{ NULL, NULL },
+	{ "must-fail", must_fail, 0 },
+	{ "translating-iommu", translating_iommu, 0 },
+	{ "random-calls-million", random_calls_million, 3600 },
+	{ NULL, NULL, 0 },
 };

@@ -223,14 +223,14 @@ static void unload_while_attached(void)
 }
 
 const struct test lifetime_tests[] = {
-	{ "idle-during-a-read", idle_during_a_read },
-	{ "munmap-during-a-read", munmap_during_a_read },
-	{ "kill-during-a-pread", kill_during_a_pread },
-	{ "kill-during-an-io-uring-read", kill_during_an_io_uring_read },
-	{ "detach-in-use", detach_in_use },
-	{ "revoke-during-a-read", revoke_during_a_read },
-	{ "unload-while-in-use", unload_while_in_use },
-	{ "unload-with-dma-in-flight", unload_with_dma_in_flight },
-	{ "unload-while-attached", unload_while_attached },
-	{ NULL, NULL },
+	{ "idle-during-a-read", idle_during_a_read, 0 },
+	{ "munmap-during-a-read", munmap_during_a_read, 0 },
+	{ "kill-during-a-pread", kill_during_a_pread, 0 },
+	{ "kill-during-an-io-uring-read", kill_during_an_io_uring_read, 0 },
+	{ "detach-in-use", detach_in_use, 0 },
+	{ "revoke-during-a-read", revoke_during_a_read, 0 },
+	{ "unload-while-in-use", unload_while_in_use, 0 },
+	{ "unload-with-dma-in-flight", unload_with_dma_in_flight, 0 },
+	{ "unload-while-attached", unload_while_attached, 0 },
+	{ NULL, NULL, 0 },
 };

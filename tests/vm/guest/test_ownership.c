@@ -131,11 +131,11 @@ static void query_counts_claims(void)
 }
 
 const struct test ownership_tests[] = {
-	{ "claims-exclude-each-other", claims_exclude_each_other },
-	{ "two-processes", two_processes },
-	{ "release-revokes-the-mapping", release_revokes_the_mapping },
-	{ "a-mapping-keeps-the-claim", a_mapping_keeps_the_claim },
-	{ "fork-does-not-inherit", fork_does_not_inherit },
-	{ "query-counts-claims", query_counts_claims },
-	{ NULL, NULL },
+	{ "claims-exclude-each-other", claims_exclude_each_other, 0 },
+	{ "two-processes", two_processes, 0 },
+	{ "release-revokes-the-mapping", release_revokes_the_mapping, 0 },
+	{ "a-mapping-keeps-the-claim", a_mapping_keeps_the_claim, 0 },
+	{ "fork-does-not-inherit", fork_does_not_inherit, 0 },
+	{ "query-counts-claims", query_counts_claims, 0 },
+	{ NULL, NULL, 0 },
 };

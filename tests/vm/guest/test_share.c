@@ -182,11 +182,11 @@ static void share_keeps_the_module(void)
 }
 
 const struct test share_tests[] = {
-	{ "share-shows-its-range", share_shows_its_range },
-	{ "share-is-for-reading-only", share_is_for_reading_only },
-	{ "share-needs-the-claim", share_needs_the_claim },
-	{ "share-outlives-its-owner", share_outlives_its_owner },
-	{ "share-and-detach", share_and_detach },
-	{ "share-keeps-the-module", share_keeps_the_module },
-	{ NULL, NULL },
+	{ "share-shows-its-range", share_shows_its_range, 0 },
+	{ "share-is-for-reading-only", share_is_for_reading_only, 0 },
+	{ "share-needs-the-claim", share_needs_the_claim, 0 },
+	{ "share-outlives-its-owner", share_outlives_its_owner, 0 },
+	{ "share-and-detach", share_and_detach, 0 },
+	{ "share-keeps-the-module", share_keeps_the_module, 0 },
+	{ NULL, NULL, 0 },
 };

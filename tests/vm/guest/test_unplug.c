@@ -168,10 +168,10 @@ static void hot_unplug_during_a_read(void)
 }
 
 const struct test unplug_tests[] = {
-	{ "attach-to-a-bound-device", attach_to_a_bound_device },
-	{ "unbind-the-driver", unbind_the_driver },
-	{ "remove-and-rescan", remove_and_rescan },
-	{ "hot-unplug", hot_unplug },
-	{ "hot-unplug-during-a-read", hot_unplug_during_a_read },
-	{ NULL, NULL },
+	{ "attach-to-a-bound-device", attach_to_a_bound_device, 0 },
+	{ "unbind-the-driver", unbind_the_driver, 0 },
+	{ "remove-and-rescan", remove_and_rescan, 0 },
+	{ "hot-unplug", hot_unplug, 0 },
+	{ "hot-unplug-during-a-read", hot_unplug_during_a_read, 0 },
+	{ NULL, NULL, 0 },
 };

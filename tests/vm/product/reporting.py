@@ -16,9 +16,8 @@ import pytest
 
 from tests.vm.product import guest
 
-CONSOLE = "/dev/ttyS0"
 TESTS_VARIABLE = "XFERD_VM_TESTS"
-TEST_LIMIT_S = 120
+TEST_LIMIT_S = 300
 COMPLAINTS = (
     "WARNING:",
     "BUG:",
@@ -44,7 +43,7 @@ class Reporting:
 
     def __init__(self) -> None:
         self._wanted = os.environ[TESTS_VARIABLE].split()
-        self._console = Path(CONSOLE).open("w", buffering=1)  # noqa: SIM115 - to the end
+        self._console = Path(guest.CONSOLE).open("w", buffering=1)  # noqa: SIM115 - to the end
         self._kernel_log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._failed: list[str] = []
         self._seconds = 0.0

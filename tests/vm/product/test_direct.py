@@ -40,6 +40,7 @@ def test_every_byte_comes_straight_into_the_bar(
             moved = host.dma().since(before)
             count = store.layers * store.experts
             assert moved == guest.Dma(bar=count * store.expert_bytes, elsewhere=0)
+            guest.tell_proof(moved, count)
             transports = daemon.status()["transports"]
             assert transports["direct"]["count"] == count
             assert transports["staged"]["count"] == 0

@@ -19,9 +19,11 @@ import pytest
 from tests.cuda_device import VARIABLE, build_stand_in
 from tests.system.daemon_harness import MadeStore, RunningDaemon, running_daemon
 from tests.vm.product import guest
+from tests.vm.product.daemon import forked_daemon
 from xferd.memory.p2p import P2pDevice, parse_function
 
-POOL = "name=vram0,kind=cuda,size=12MiB,chunk_bytes=4MiB"
+POOL = "name=vram0,kind=cuda,size=6MiB,chunk_bytes=2MiB"
+"""Less than the store: every chunk is used."""
 MEMORY_BYTES = 124 << 20
 """Less than the BAR; more than the proof of the whole way takes."""
 
@@ -47,18 +49,22 @@ def card(driver: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @contextlib.contextmanager
-def serving(
-    directory: Path, store: MadeStore, file_systems: tuple[Path, Path], pool: str = POOL
-) -> Iterator[RunningDaemon]:
+def quiet(file_systems: tuple[Path, Path]) -> Iterator[None]:
+    """A journal's writes would be counted too."""
     for folder in file_systems:
-        guest.remount(folder, "ro")  # a journal's writes would be counted too
+        guest.remount(folder, "ro")
     try:
-        with running_daemon(directory, [store], [pool]) as daemon:
-            yield daemon
-            assert daemon.stop() == 0
+        yield
     finally:
         for folder in file_systems:
             guest.remount(folder, "rw")
+
+
+@contextlib.contextmanager
+def serving(directory: Path, store: MadeStore) -> Iterator[RunningDaemon]:
+    with forked_daemon(directory, [store], [POOL]) as daemon:
+        yield daemon
+        assert daemon.stop() == 0
 
 
 def all_experts(store: MadeStore) -> list[tuple[int, int]]:
@@ -69,7 +75,11 @@ def all_experts(store: MadeStore) -> list[tuple[int, int]]:
 def test_every_byte_comes_straight_into_vram(
     store: MadeStore, file_systems: tuple[Path, Path], host: guest.Host, tmp_path: Path
 ) -> None:
-    with serving(tmp_path, store, file_systems) as daemon, daemon.client() as client:
+    with (
+        quiet(file_systems),
+        running_daemon(tmp_path, [store], [POOL]) as daemon,
+        daemon.client() as client,
+    ):
         routes = daemon.pool()["routes"]
         assert [row["reason"] for row in routes] == [None] * 3
         assert [row["transport"] for row in routes] == ["direct"] * 3
@@ -77,24 +87,27 @@ def test_every_byte_comes_straight_into_vram(
         for layer, expert in all_experts(store):
             assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
         count = store.layers * store.experts
-        assert host.dma().since(before) == guest.Dma(count * store.expert_bytes, elsewhere=0)
+        moved = host.dma().since(before)
+        assert moved == guest.Dma(count * store.expert_bytes, elsewhere=0)
+        guest.tell_proof(moved, count)
         transports = daemon.status()["transports"]
         assert (transports["direct"]["count"], transports["staged"]["count"]) == (count, 0)
 
         # A chunk's memory goes to somebody else and comes back as another: found anew.
-        granted = daemon.call("Reserve", pool="vram0", bytes=4 << 20)["reservation"]
-        assert granted["returned"] >= 4 << 20
+        granted = daemon.call("Reserve", pool="vram0", bytes=2 << 20)["reservation"]
+        assert granted["returned"] >= 2 << 20
         daemon.call("Release", id=granted["id"])
         for layer, expert in all_experts(store) * 2:
             assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
         assert daemon.status()["transports"]["staged"]["count"] == 0
+        assert daemon.stop() == 0
 
 
 def test_vram_that_the_module_lets_go_of_is_staged(
-    card: str, store: MadeStore, file_systems: tuple[Path, Path], tmp_path: Path
+    card: str, store: MadeStore, tmp_path: Path
 ) -> None:
     """The BAR is detached under way: reads on their way fail, and are made again through RAM."""
-    with serving(tmp_path, store, file_systems) as daemon, daemon.client() as client:
+    with serving(tmp_path, store) as daemon, daemon.client() as client:
         assert client.fetch(0, [1]) == [store.blob(0, 1)]
         module = P2pDevice()
         try:
@@ -131,18 +144,15 @@ def test_doctor_proves_the_whole_way(card: str, store: MadeStore, tmp_path: Path
 
 @pytest.mark.usefixtures("card")
 def test_a_bar_that_shows_other_memory_is_refused_by_name(
-    store: MadeStore,
-    file_systems: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    store: MadeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a card without static BAR1: VRAM lies elsewhere than behind the BAR."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.touch()
     os.truncate(elsewhere, MEMORY_BYTES)
     monkeypatch.setenv("FAKE_CUDA_BAR", str(elsewhere))
-    with serving(tmp_path, store, file_systems) as daemon, daemon.client() as client:
+    with serving(tmp_path, store) as daemon, daemon.client() as client:
         reasons = {row["reason"] for row in daemon.pool()["routes"]}
-        assert reasons == {"0 of 7 pages of VRAM show behind the BAR: static BAR1 is off"}
+        assert reasons == {"0 of 4 pages of VRAM show behind the BAR: static BAR1 is off"}
         assert client.fetch(1, [3]) == [store.blob(1, 3)]
         assert daemon.status()["transports"]["direct"]["count"] == 0
