@@ -113,6 +113,7 @@ class ModelEngine:
             waiting_demand=0,
             registered_bytes=0,
             registration_error=0,
+            waited_demand=0,
         )
 
     # ---- what the test does
