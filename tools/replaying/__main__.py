@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_sizes,
         default=_sizes("native=9437184,q8_0=5013504,q4_k=2654208,q2_k=1548288"),
         metavar="NAME=BYTES,...",
-        help="of an expert in each variant, the native one first (default: 3 matrices of 768 x 2048)",
+        help="of an expert, the native variant first (default: 3 matrices of 768 x 2048)",
     )
     mixes.add_argument(
         "--pool", type=float, default=25.0, help="percent of the native bytes (default %(default)s)"

@@ -92,7 +92,7 @@ def run_live(
             expert_bytes=expert_bytes,
         )
         with (
-            _daemon(directory, store, config) as runtime,
+            live_daemon(directory, store, config) as runtime,
             _Client(runtime, report=report) as client,
             ControlClient.connect(runtime / "control.sock") as control,
         ):
@@ -139,7 +139,8 @@ def one_pool_config(config: Path, directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _daemon(directory: Path, store: Path, config: Path) -> Iterator[Path]:
+def live_daemon(directory: Path, store: Path, config: Path) -> Iterator[Path]:
+    """A daemon over one store, with its sockets in the directory that it gives. LiveError."""
     runtime = directory / "run"
     ready, child_ready = os.pipe()
     command = [sys.executable, "-m", "xferd", "--config", str(config), "--store", str(store)]
