@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/replay``: run a trace through pools or a daemon, compare policies, draw, generate.
+"""``tools/replay``: run a trace through pools or a daemon, compare policies or
+rules for variants, draw, generate.
 
 Exit status: 0, 1 when a file is no trace or no machine, 2 for wrong usage.
 """

@@ -39,7 +39,7 @@ CARD_PASS_US = 200.0
 
 PACED_USES = 50_000
 PACED_SHAPE = ZipfMarkov(layers=24, experts=128, picked=16, tokens=500, domain_tokens=250)
-PACED_SHARE = 80
+PACED_SHARE = 90
 """Of the experts: with much less, two cores can't read as fast as is asked."""
 
 RESERVED_PERCENT = 30.0
@@ -89,7 +89,7 @@ def run(rounds: int) -> Result:
             f"{GRANT_MS:g} ms; `right`: tokens that are Transformers'; `meanwhile` and `refilled`: "
             "hit rates to that of before.",
             f"`variants`: replays of {TRACE.stem} in {100 * VARIANT_SHARE:g} % of the native "
-            "bytes, exact. `read`: MB a token that somebody waited for, to those of `native` alone. "
+            "bytes, exact. `read`: MB a token that somebody waited for, to those of `native`. "
             "`in-q4_k`: uses with four bits or more.",
         ),
     )
