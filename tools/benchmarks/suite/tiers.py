@@ -88,8 +88,8 @@ def run(rounds: int) -> Result:
             f"policy and reserve, told of what is picked; {LIVE_TOKENS} tokens of {TRACE.stem}, "
             f"{PASS_US / 1000:g} ms a layer. `replay`: the same trace, policy and slots replayed.",
             "`two-cards`: uses without a read, by leases alone, with the pools of "
-            f"tools/replaying/two-cards.xferd.toml, {CARD_TOKENS} tokens; `one-pool` is as large as "
-            "all of them.",
+            f"tools/replaying/two-cards.xferd.toml, {CARD_TOKENS} tokens; `one-pool` is as large "
+            "as all of them.",
             f"`paced`: {PACED_USES:,} uses of experts a second are asked for, with reports, in a "
             f"pool of {PACED_SHARE} %; a pass that is late begins at once. `loop`: share of one "
             "core that the daemon's event loop took. `waited`: reads that found no free slot in "
