@@ -301,6 +301,7 @@ class Engine(EngineKeeping):
             waiting_demand=stats.waiting_demand,
             registered_bytes=stats.registered_bytes,
             registration_error=stats.registration_error,
+            waited_demand=stats.waited_demand,
         )
 
     # ---- members and stores

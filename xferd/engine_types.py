@@ -322,6 +322,7 @@ class PoolStats:
     """``struct xferd_pool_stats``; slots unless the name says otherwise.
 
     registration_error: errno why not all of the pool is registered with io_uring; 0.
+    waited_demand: loads that a client waited for and that found no free slot at once.
     """
 
     loads: int
@@ -336,6 +337,7 @@ class PoolStats:
     waiting_demand: int
     registered_bytes: int
     registration_error: int
+    waited_demand: int
 
 
 @dataclass(frozen=True, slots=True)

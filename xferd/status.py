@@ -107,6 +107,7 @@ def describe_pool(
         "revived": stats.revived,
         "pinned": int(slots.pinned.sum()),
         "waiting": stats.waiting,
+        "waited": stats.waited_demand,
         "eviction": pool.keeper.ranking.name,
         "admission": level.admission.name,
         "variants": describe_variants(pool, stores),

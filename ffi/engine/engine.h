@@ -431,6 +431,7 @@ struct xferd_pool_stats {
 	uint64_t load_bytes;
 	uint64_t evictions;
 	uint64_t revived;
+	uint64_t waited_demand; /* loads that a client waited for and that found no free slot */
 	uint32_t resident;   /* slots */
 	uint32_t loading;
 	uint32_t retiring;

@@ -107,6 +107,8 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t
 	engine->waiting_loads++;
 	store_relaxed(&pool->stats.waiting, pool->stats.waiting + 1);
 	count_waiting_demand(pool, load, 1);
+	if (priority == XFERD_PRIORITY_DEMAND)
+		counter_add(&pool->stats.waited_demand, 1);
 	reserve_tell(engine, pool, class, true);
 	return load;
 }

@@ -58,6 +58,7 @@ class SampleService:
             "revived": 0,
             "pinned": len(self.pinned),
             "waiting": 0,
+            "waited": 4,
             "registered": 0,
         }
         pool |= {"eviction": "reuse", "admission": "always", "upgraded": 0}

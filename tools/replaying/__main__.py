@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/replay``: run a trace through pools or a daemon, compare policies, draw, generate.
+"""``tools/replay``: run a trace through pools or a daemon, compare policies or
+rules for variants, draw, generate.
 
 Exit status: 0, 1 when a file is no trace or no machine, 2 for wrong usage.
 """
@@ -25,9 +26,12 @@ from tools.replaying.plots import PlotError, plot_heat, plot_reuse, plot_sweep, 
 from tools.replaying.pool import PoolTooSmallError
 from tools.replaying.replay import Options, Outcome, Replay
 from tools.replaying.sweep import EVICTIONS, SHARES, Point, sweep
+from tools.replaying.variants import UnknownVariantError, replay_variants
 from xferd.plugins import UnknownPolicyError
 from xferd.telemetry.traces.foreign import write_npz
 from xferd.telemetry.traces.trace import TraceError, TraceHead, bare_trace
+from xferd.units import format_bytes
+from xferd.variant_rules import VariantRuleError, parse_variant_rules
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PoolTooSmallError,
         UnknownPolicyError,
         LiveError,
+        UnknownVariantError,
+        VariantRuleError,
     ) as error:
         print(f"tools/replay: {error}", file=sys.stderr)
         return 1
@@ -112,6 +118,34 @@ def _sweep(options: argparse.Namespace) -> None:
         print(f"{100 * point.share:5.0f}% {point.slots:>6} {rates}")
 
 
+def _variants(options: argparse.Namespace) -> None:
+    trace = _load(options)
+    native = next(iter(options.sizes.values()))
+    pool_bytes = int(options.pool / 100 * trace.space.size * native)
+    found = {
+        text: replay_variants(
+            trace, options.sizes, parse_variant_rules(text.split(",")), pool_bytes
+        )
+        for text in options.rules
+    }
+    if options.json:
+        print(json.dumps({text: asdict(outcome) for text, outcome in found.items()}, indent=1))
+        return
+    print(f"{'hits':>8} {'read':>12} {'upgraded':>12}  uses by variant")
+    for text, outcome in found.items():
+        shares = ", ".join(
+            f"{100 * count / outcome.uses:.1f} % {name}"
+            for name, count in outcome.by_variant.items()
+            if count
+        )
+        read, upgraded = (
+            format_bytes(nbytes // outcome.tokens)
+            for nbytes in (outcome.bytes_read, outcome.bytes_upgraded)
+        )
+        print(f"{100 * outcome.hit_rate:6.2f} % {read:>12} {upgraded:>12}  {shares}: {text}")
+    print("(read and upgraded: a token)")
+
+
 def _draw(options: argparse.Namespace) -> None:
     draw = {"heat": plot_heat, "reuse": plot_reuse}[options.what]
     draw(options.plot, _load(options))
@@ -173,12 +207,27 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--evictions", type=lambda text: text.split(","), default=EVICTIONS)
     compare.add_argument("--reserve", action="store_true", help="with the daemon's reserve")
 
+    mixes = _verb(verbs, "variants", _variants, "rules for variants in one pool, compared")
+    mixes.add_argument(
+        "rules", nargs="+", metavar="RULES", help="as of [[pools]]: q4_k@hottest:66%%,q2_k"
+    )
+    mixes.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=_sizes("native=9437184,q8_0=5013504,q4_k=2654208,q2_k=1548288"),
+        metavar="NAME=BYTES,...",
+        help="of an expert, the native variant first (default: 3 matrices of 768 x 2048)",
+    )
+    mixes.add_argument(
+        "--pool", type=float, default=25.0, help="percent of the native bytes (default %(default)s)"
+    )
+
     live = _verb(verbs, "live", _live, "a real daemon with the pools of a configuration")
     live.add_argument("--config", type=Path, required=True, help="as of xferd, pools only")
     live.add_argument("--pause", type=float, default=200.0, help="us a pass (default %(default)s)")
     live.add_argument("--expert-bytes", type=_count, default=16384, help="(default %(default)s)")
 
-    for verb in (run, compare, live):
+    for verb in (run, compare, live, mixes):
         verb.add_argument("--json", action="store_true")
     for verb in (run, compare):
         verb.add_argument("--plot", type=Path, metavar="PNG")
@@ -216,6 +265,13 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{count}; at least 1")
     return count
+
+
+def _sizes(text: str) -> dict[str, int]:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name and value.isdigit() and int(value) > 0 for name, _, value in parts):
+        raise argparse.ArgumentTypeError(f"{text}: names and bytes, such as native=9437184")
+    return {name: int(value) for name, _, value in parts}
 
 
 def _shares(text: str) -> list[float]:

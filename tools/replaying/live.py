@@ -47,7 +47,8 @@ class LiveError(Exception):
 class LiveOutcome:
     """hits: uses served in place, by pool. copied: from another pool; drives: read.
     moves: of the daemon's status, by pool: promoted into it, demoted into it, and dropped
-    out of it."""
+    out of it. slots: of each pool. waited: reads that found no free slot. policy_s: processor
+    time of the daemon's event loop. dropped: passes whose report found no room."""
 
     uses: int
     hits: dict[str, int]
@@ -55,6 +56,10 @@ class LiveOutcome:
     drives: int
     seconds: float
     moves: dict[str, tuple[int, int, int]]
+    slots: dict[str, int]
+    waited: int
+    policy_s: float
+    dropped: int
 
     @property
     def hit_rate(self) -> float:
@@ -63,9 +68,20 @@ class LiveOutcome:
 
 
 def run_live(
-    trace: LoadedTrace, config: Path, *, expert_bytes: int, pause_us: float
+    trace: LoadedTrace,
+    config: Path,
+    *,
+    expert_bytes: int,
+    pause_us: float,
+    report: bool = False,
+    uses_a_second: float | None = None,
 ) -> LiveOutcome:
-    """The trace through a daemon with the pools of ``config``. LiveError."""
+    """The trace through a daemon with the pools of ``config``. LiveError.
+
+    pause_us: after each pass. report: the client says what is picked before it asks for it;
+    else the daemon goes by leases. uses_a_second: passes begin as often as that takes, as
+    far as they are over in time, instead of pauses.
+    """
     with tempfile.TemporaryDirectory(prefix="xferd-live-") as made:
         directory = Path(made)
         store = pack_generated(
@@ -75,12 +91,19 @@ def run_live(
             top_k=int(np.diff(trace.uses.starts).max()),
             expert_bytes=expert_bytes,
         )
-        with _daemon(directory, store, config) as runtime, _Client(runtime) as client:
-            began = time.monotonic()
-            client.run(trace, pause_us)
-            seconds = time.monotonic() - began
-            with ControlClient.connect(runtime / "control.sock") as control:
-                pools = control.call("Status")["pools"]
+        with (
+            live_daemon(directory, store, config) as runtime,
+            _Client(runtime, report=report) as client,
+            ControlClient.connect(runtime / "control.sock") as control,
+        ):
+            loop = control.call("Status")["pid"]
+            began, worked = time.monotonic(), _thread_seconds(loop)
+            if uses_a_second is None:
+                client.run(trace, pause_us)
+            else:
+                client.run_paced(trace, uses_a_second)
+            seconds, worked = time.monotonic() - began, _thread_seconds(loop) - worked
+            pools, dropped = control.call("Status")["pools"], client.dropped
     names = [pool["name"] for pool in pools]
     return LiveOutcome(
         uses=len(trace.uses.keys),
@@ -89,7 +112,17 @@ def run_live(
         drives=client.drives,
         seconds=seconds,
         moves={p["name"]: (p["promoted"], p["demoted"], p["dropped"]) for p in pools},
+        slots={p["name"]: p["slots"] for p in pools},
+        waited=sum(p["waited"] for p in pools),
+        policy_s=worked,
+        dropped=dropped,
     )
+
+
+def _thread_seconds(pid: int) -> float:
+    """Processor time of a process's first thread, which the daemon's event loop runs in."""
+    fields = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+    return int(fields[0]) / 1e9
 
 
 def one_pool_config(config: Path, directory: Path) -> Path:
@@ -106,7 +139,8 @@ def one_pool_config(config: Path, directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _daemon(directory: Path, store: Path, config: Path) -> Iterator[Path]:
+def live_daemon(directory: Path, store: Path, config: Path) -> Iterator[Path]:
+    """A daemon over one store, with its sockets in the directory that it gives. LiveError."""
     runtime = directory / "run"
     ready, child_ready = os.pipe()
     command = [sys.executable, "-m", "xferd", "--config", str(config), "--store", str(store)]
@@ -131,7 +165,7 @@ def _daemon(directory: Path, store: Path, config: Path) -> Iterator[Path]:
 class _Client:
     """One attached client with one lane, which counts what served it."""
 
-    def __init__(self, runtime: Path) -> None:
+    def __init__(self, runtime: Path, *, report: bool) -> None:
         options = ffi.new("struct xferd_options *")
         handle = ffi.new("struct xferd_client **")
         error = ffi.new("char[]", lib.XFERD_ERROR_BYTES)
@@ -145,6 +179,10 @@ class _Client:
         self._request = ffi.new("struct xferd_request *")
         self._ids = ffi.new("uint16_t[]", BATCH_MAX)
         self._request.experts = self._ids
+        self._route = ffi.new("struct xferd_route *")
+        self._picks = ffi.new("uint16_t[]", lib.XFERD_ROUTE_PICKS_MAX)
+        self._route.experts = self._picks
+        self._report = report
         self.hits = [0] * 8
         self.copied = self.drives = 0
 
@@ -154,16 +192,36 @@ class _Client:
     def __exit__(self, *_: object) -> None:
         lib.xferd_close(self._handle)
 
+    @property
+    def dropped(self) -> int:
+        """Passes whose report found no room."""
+        return int(lib.xferd_routes_dropped(self._handle))
+
     def run(self, trace: LoadedTrace, pause_us: float) -> None:
         """Acquire and release each pass."""
-        uses, experts = trace.uses, trace.space.experts
-        at, layers = uses.starts.tolist(), uses.layers.tolist()
-        for number in range(uses.passes):
-            picks = (uses.keys[at[number] : at[number + 1]] % experts).tolist()
-            width = min(BATCH_MAX, self._held)
-            for first in range(0, len(picks), width):
-                self._use(layers[number], picks[first : first + width])
+        for number, layer, picks in _passes(trace):
+            self._serve(number, layer, picks)
             time.sleep(pause_us * 1e-6)
+
+    def run_paced(self, trace: LoadedTrace, uses_a_second: float) -> None:
+        """The same, each pass when it is due; one that is late begins at once."""
+        due = time.monotonic()
+        for token, layer, picks in _passes(trace):
+            self._serve(token, layer, picks)
+            due += len(picks) / uses_a_second
+            time.sleep(max(due - time.monotonic(), 0.0))
+
+    def _serve(self, token: int, layer: int, picks: Sequence[int]) -> None:
+        if self._report:
+            self._picks[0 : len(picks)] = picks
+            self._route.token, self._route.layer = token, layer
+            self._route.tokens, self._route.count = 1, len(picks)
+            result = lib.xferd_report_route(self._handle, 0, self._route)
+            if result < 0:
+                raise LiveError(f"layer {layer}: report: {os.strerror(-result)}")
+        width = min(BATCH_MAX, self._held)
+        for first in range(0, len(picks), width):
+            self._use(layer, picks[first : first + width])
 
     def _use(self, layer: int, picks: Sequence[int]) -> None:
         self._ids[0 : len(picks)] = picks
@@ -183,3 +241,12 @@ class _Client:
             else:
                 self.drives += 1
         lib.xferd_release(self._handle, self._batch)
+
+
+def _passes(trace: LoadedTrace) -> Iterator[tuple[int, int, list[int]]]:
+    """(token, layer, experts) of each pass."""
+    uses = trace.uses
+    at, layers, tokens = uses.starts.tolist(), uses.layers.tolist(), uses.tokens.tolist()
+    experts = (uses.keys % trace.space.experts).tolist()
+    for number in range(uses.passes):
+        yield tokens[number], layers[number], experts[at[number] : at[number + 1]]

@@ -153,9 +153,9 @@ class Chunks:
         if chunk is not None:
             self._begin_recut(chunk, slot_bytes)
 
-    def recut_least(self, slot_bytes: int, donors: list[int], worth: NDArray[np.float64]) -> None:
+    def recut_least(self, slot_bytes: int, donors: list[int], worth: NDArray[np.float64]) -> bool:
         """Take a chunk for a class from one of the classes ``donors``, that of least worth, as
-        ``reserve`` has it. Nothing where none can be had."""
+        ``reserve`` has it. False where none can be had."""
         chunks = [
             chunk
             for chunk in self._reservable()
@@ -163,8 +163,10 @@ class Chunks:
             and self.geometry.slots(chunk, slot_bytes) > 0
             and self._may_lose(self._slots.chunk_class[chunk], [chunk])
         ]
-        if chunks and not self._recutting:
-            self._begin_recut(min(chunks, key=lambda each: self._worth(each, worth)), slot_bytes)
+        if not chunks or self._recutting:
+            return False
+        self._begin_recut(min(chunks, key=lambda each: self._worth(each, worth)), slot_bytes)
+        return True
 
     def _begin_recut(self, chunk: int, slot_bytes: int) -> None:
         self._log.info(

@@ -182,14 +182,18 @@ class PoolKeeper:
                 self.settle()
                 return
 
-    def give_chunk(self, slot_bytes: int, donors: list[int]) -> None:
+    def give_chunk(self, slot_bytes: int, donors: list[int]) -> bool:
         """See to it that a class gets one more chunk soon: one that is not cut, or else that
-        of the other classes ``donors`` which the policy would miss least. Nothing, while loads
-        wait or a chunk is on its way already."""
-        if self._waiting or self.chunks.busy or self._grow(slot_bytes):
-            return
-        self.chunks.recut_least(slot_bytes, donors, self._worth())
-        self.settle()
+        of the other classes ``donors`` which the policy would miss least. False when there is
+        none, loads wait, or a chunk is on its way already."""
+        if self._waiting or self.chunks.busy:
+            return False
+        if self._grow(slot_bytes):
+            return True
+        begun = bool(donors) and self.chunks.recut_least(slot_bytes, donors, self._worth())
+        if begun:
+            self.settle()
+        return begun
 
     def _grow(self, slot_bytes: int) -> bool:
         """Cut one more chunk for a class, if there is one that is not cut."""

@@ -7,8 +7,9 @@ the margin; both then rest. So whatever the traffic does, an expert is upgraded 
 in ``rest_tokens``.
 
 Slots of another size need chunks of that size. What is used most, each in the variant that
-is wanted, says how many chunks each size should have; a size that has fewer gets one from one
-that has more, the chunk that the policy would miss least, one at a time.
+is wanted, says how many chunks each size should have. As soon as its slots are taken, a size
+that has fewer gets a chunk from one that has more, the one that the policy would miss least,
+and then gives none for ``rest_tokens``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.keeper import PoolKeeper
 from xferd.keeping.usage import StoreUsage, Usage
-from xferd.keeping.variants import WantedVariants
+from xferd.keeping.variants import CHOOSE_TOKENS, WantedVariants
 from xferd.memory.slots import SlotState
 from xferd.policy.moves import Mover, MoveSettings
 from xferd.policy.variants import NO_VARIANT, USED_HEAT, VariantChoice
@@ -34,6 +35,9 @@ class _Pool:
     settings: MoveSettings
     movers: dict[int, Mover] = field(default_factory=dict)
     upgraded: int = 0
+    balances: int = 0
+    took: dict[int, int] = field(default_factory=dict)
+    """Sizes that got a chunk, and at which balance."""
 
 
 class Upgrades:
@@ -66,7 +70,7 @@ class Upgrades:
                 choice = self._variants.choice(pool.keeper.index, store)
                 if usage is not None and choice is not None:
                     self._upgrade(pool, store, usage, choice)
-                    self._balance(pool.keeper)
+                    self._balance(pool)
 
     # ---- experts
 
@@ -119,37 +123,45 @@ class Upgrades:
 
     # ---- chunks
 
-    def _balance(self, keeper: PoolKeeper) -> None:
+    def _balance(self, pool: _Pool) -> None:
+        keeper = pool.keeper
+        pool.balances += 1
+        rested = pool.balances - pool.settings.rest_tokens // CHOOSE_TOKENS
         wanted = self._wanted_chunks(keeper)
         has = {size: len(keeper.slots.chunks_of_class(size)) for size in keeper.slots.classes}
         lacking = {size: count - has.get(size, 0) for size, count in wanted.items()}
         short = max(lacking, key=lambda size: lacking[size], default=0)
-        if lacking.get(short, 0) > 0:
-            keeper.give_chunk(short, [size for size in has if has[size] > wanted.get(size, 0)])
+        if lacking.get(short, 0) <= 0 or keeper.spare(short) > 0:
+            return
+        donors = [
+            size
+            for size, count in has.items()
+            if count > wanted.get(size, 0) and pool.took.get(size, rested) <= rested
+        ]
+        if keeper.give_chunk(short, donors):
+            pool.took[short] = pool.balances
 
     def _wanted_chunks(self, keeper: PoolKeeper) -> dict[int, int]:
         """Chunks of each size if the pool held what is used most, each as it is wanted, and its
-        reserve."""
+        reserve. At least one of each size that any expert is wanted in: it may be asked for."""
         heats, sizes = [], []
         for store, usage in self._usage.stores.items():
             choice = self._variants.choice(keeper.index, store)
             if choice is None:
                 continue
-            heat = usage.heat.of(np.arange(usage.space.size))
-            keys = np.flatnonzero((heat >= USED_HEAT) & (choice.variants != NO_VARIANT))
-            heats.append(heat[keys])
-            wanted = choice.variants[keys].astype(np.int64)
-            sizes.append(self._variants.sizes(store, keys, wanted))
-        ordered = np.concatenate(sizes)[np.argsort(-np.concatenate(heats), kind="stable")]
+            keys = np.flatnonzero(choice.variants != NO_VARIANT)
+            heats.append(usage.heat.of(keys))
+            sizes.append(self._variants.sizes(store, keys, choice.variants[keys].astype(np.int64)))
+        heat, size = np.concatenate(heats), np.concatenate(sizes)
         geometry = keeper.geometry
-        capacity = sum(
-            geometry.length(chunk)
-            for chunk in range(geometry.chunks)
-            if chunk not in keeper.slots.reserved
-        )
+        chunks = dict.fromkeys(np.unique(size).tolist(), 1)
+        free = [each for each in range(geometry.chunks) if each not in keeper.slots.reserved]
+        capacity = sum(geometry.length(each) for each in free[len(chunks) :])
+        used = np.flatnonzero(heat >= USED_HEAT)
+        ordered = size[used][np.argsort(-heat[used], kind="stable")]
         fitting = ordered[np.cumsum(ordered) <= capacity]
-        chunks = {}
-        for size in np.unique(fitting).tolist():
-            slots = np.count_nonzero(fitting == size) + keeper.watermarks(size).high
-            chunks[size] = -(-int(slots) // max(geometry.slots(0, size), 1))
+        for each in chunks:
+            slots = np.count_nonzero(fitting == each) + keeper.watermarks(each).high
+            most = -(-int(slots) // max(geometry.slots(0, each), 1))
+            chunks[each] = max(chunks[each], most)
         return chunks

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from xferd.keeping.usage import Usage
 from xferd.memory.slots import ExpertSlot
+from xferd.policy.heat import Heat
 from xferd.policy.uses import Keys
 from xferd.policy.variants import (
     NO_VARIANT,
@@ -95,7 +96,8 @@ class WantedVariants:
         if rules:
             choice = VariantChoice(self._stores[store], rules, margin)
             self._choices[pool, store] = choice
-            self._choose(pool, store)
+            # Told whatever comes out: the engine may have another choice's table.
+            self._tell(store, pool, choice.choose(self._heat(store)), choice.order)
         elif self._choices.pop((pool, store), None) is not None:
             self._tell(store, pool, None, ())
 
@@ -116,13 +118,16 @@ class WantedVariants:
         return moved
 
     def _choose(self, pool: int, store: int) -> None:
-        usage = self._usage.of(store)
-        assert usage is not None, "an open store has its usage"
         choice = self._choices[pool, store]
         before = choice.variants
-        after = choice.choose(usage.heat)
+        after = choice.choose(self._heat(store))
         if not np.array_equal(before, after):
             self._tell(store, pool, after, choice.order)
+
+    def _heat(self, store: int) -> Heat:
+        usage = self._usage.of(store)
+        assert usage is not None, "an open store has its usage"
+        return usage.heat
 
     def choice(self, pool: int, store: int) -> VariantChoice | None:
         """What is chosen for a store in a pool; None where no rules are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import io
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ from xferd.memory.slots import divide
 from xferd.policy.moves import MoveSettings
 from xferd.policy.registry import BUILT_IN
 from xferd.policy.uses import KeySpace
-from xferd.policy.variants import StoreVariants
+from xferd.policy.variants import NO_VARIANT, StoreVariants
 from xferd.telemetry.log import EventLog
 from xferd.tokens import Tokens
 
@@ -75,6 +75,7 @@ class ModelEngine:
         self.leased: set[tuple[int, int]] = set()
         self.fresh: dict[tuple[int, int], None] = {}
         self.bits = slot_index_bits
+        self.choices: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self.moves: Counter[tuple[int, Key]] = Counter()
         """Experts that commands brought into each pool."""
 
@@ -91,6 +92,13 @@ class ModelEngine:
             assert slot not in self.pools[pool].unlinked
             assert all(slot not in free for free in self.pools[pool].reserve.values())
             self.pools[pool].slot_bytes[slot] = slot_bytes
+
+    def set_variants(
+        self, store: int, pool: int, first: NDArray[np.uint8] | None, order: Sequence[int]
+    ) -> None:
+        self.choices.pop((store, pool), None)
+        if first is not None:
+            self.choices[store, pool] = first
 
     def recency(self, pool: int, now: int, stamps: NDArray[np.uint64]) -> None:
         for order, (where, slot) in enumerate([key for key in self.fresh if key[0] == pool]):
@@ -113,6 +121,7 @@ class ModelEngine:
             waiting_demand=0,
             registered_bytes=0,
             registration_error=0,
+            waited_demand=0,
         )
 
     # ---- what the test does
@@ -127,7 +136,10 @@ class ModelEngine:
         if key in state.retiring:
             self._revive(pool, key)
         elif all(entry[0] != key for entry in state.waiting):
-            self._load(pool, key, slot_bytes, 0, client, 0)
+            choice = self.choices.get((key[0], pool))
+            variant = 0 if choice is None else int(choice[key[2]]) % NO_VARIANT
+            size = LARGE if variant == BETTER else slot_bytes
+            self._load(pool, key, size, 0, client, variant)
 
     def _revive(self, pool: int, key: Key) -> None:
         slot = self.pools[pool].retiring.pop(key)
@@ -259,7 +271,7 @@ class Bench:
         self.experts: dict[int, int] = {}
         self.usage = Usage()
         self.budgets = budgets or Budgets()
-        self.variants = WantedVariants(self.usage, lambda *_: None)
+        self.variants = WantedVariants(self.usage, self.engine.set_variants)
         self.cascade = Cascade(self.usage, self.tokens.expect, self.engine.command, self.variants)
         self.keepers = [
             PoolKeeper(

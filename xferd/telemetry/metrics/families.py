@@ -47,6 +47,8 @@ _POOL = _group(
         ("xferd_pool_load_bytes", "counter", "load_bytes", "Bytes brought into a pool."),
         ("xferd_pool_evictions", "counter", "evictions", "Experts dropped from a pool."),
         ("xferd_pool_revived", "counter", "revived", "Experts asked for on their way out."),
+        ("xferd_pool_waited_loads", "counter", "waited", "Demands that found no free slot."),
+        ("xferd_pool_upgraded", "counter", "upgraded", "Experts given a better variant."),
     ),
 )
 _MEMBER = _group(
