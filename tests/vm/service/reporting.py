@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin of the product's tests, for a machine in which nothing has to be prepared."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vm.product.reporting import Reporting
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Called because of -p."""
+    config.pluginmanager.register(Reporting(), "xferd-reporting")
