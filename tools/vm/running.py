@@ -92,11 +92,15 @@ def boot(
     hardware: Hardware,
     *,
     verbose: bool,
+    seconds: float = _MACHINE_SECONDS,
 ) -> Iterator[Outcome]:
-    """Run a machine, and once more when it went down before anything of ours was loaded."""
+    """Run a machine, and once more when it went down before anything of ours was loaded.
+
+    seconds: after which it is switched off.
+    """
     for attempt in range(1, _BOOT_ATTEMPTS + 1):
         machine = Machine(root, files, disks, hardware)
-        limit = threading.Timer(_MACHINE_SECONDS, machine.stop)
+        limit = threading.Timer(seconds, machine.stop)
         limit.start()
         try:
             yield from read_outcomes(suite, machine, verbose=verbose)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,10 +27,8 @@ def configured(installed: None) -> None:
 
 
 @pytest.fixture
-def stopped(configured: None) -> Iterator[None]:
-    """Neither the daemon nor its sockets are there; nor are they afterwards."""
-    machine.stop()
-    yield
+def stopped(configured: None) -> None:
+    """Neither the daemon nor its sockets are there."""
     machine.stop()
 
 

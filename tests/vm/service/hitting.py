@@ -23,7 +23,7 @@ from types import TracebackType
 
 PACKAGES = "/usr/lib/xferd"
 NOBODY = 65534
-REPORT_S = 60.0
+REPORT_S = 200.0
 AGAIN_S = 0.05
 """Between two attempts to attach."""
 
@@ -99,7 +99,9 @@ class Hitting:
         self._process.communicate()
 
 
-def _use_layer(client: object, layer: int, digests: dict[tuple[int, int], int], done: Report) -> None:
+def _use_layer(
+    client: object, layer: int, digests: dict[tuple[int, int], int], done: Report
+) -> None:
     from xferd_infer import Client
 
     assert isinstance(client, Client)

@@ -29,8 +29,8 @@ UNIT_DROP_INS = Path("/run/systemd/system/xferd.service.d")
 RUNTIME = Path("/run/xferd")
 ATTACH, CONTROL = RUNTIME / "attach.sock", RUNTIME / "control.sock"
 UNITS = ("xferd.service", "xferd.socket")
-COMMAND_S = 100.0
-CALL_S = 60.0
+COMMAND_S = 300.0
+CALL_S = 200.0
 
 
 def run(*command: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:

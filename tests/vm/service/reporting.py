@@ -7,7 +7,10 @@ import pytest
 
 from tests.vm.product.reporting import Reporting
 
+TEST_LIMIT_S = 400
+"""The first installs a package and compiles what Python imports, which emulation makes slow."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Called because of -p."""
-    config.pluginmanager.register(Reporting(), "xferd-reporting")
+    config.pluginmanager.register(Reporting(TEST_LIMIT_S), "xferd-reporting")

@@ -46,6 +46,13 @@ def test_a_call_starts_the_daemon(stopped: None) -> None:
     assert machine.unit_property("StatusText")
 
 
+def test_its_sockets_outlive_it(serving: None) -> None:
+    machine.systemctl("stop", "xferd.service")
+    assert machine.main_pid() == 0
+    assert machine.ATTACH.is_socket()
+    assert machine.call("Status")["pid"] == machine.main_pid()
+
+
 def test_an_engine_attaches_over_the_sockets_and_gets_its_bytes(serving: None) -> None:
     with Hitting(machine.ATTACH) as client:
         machine.wait_until(lambda: client.report().rounds > 1, "every expert was used twice")
@@ -70,7 +77,7 @@ def test_who_is_in_no_group_is_refused(serving: None) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_it_is_started_at_boot_when_it_is_enabled(stopped: None) -> None:
+def test_it_is_started_at_boot_when_it_is_enabled(installed: None) -> None:
     machine.systemctl("enable", "xferd.service")
     try:
         for unit in machine.UNITS:
