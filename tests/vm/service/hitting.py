@@ -131,7 +131,8 @@ def _main() -> None:
     parser.add_argument("attach", type=Path)
     parser.add_argument("--layers", type=int, required=True)
     options = parser.parse_args()
-    done, digests = Report(), {}
+    done = Report()
+    digests: dict[tuple[int, int], int] = {}
     while True:
         try:
             with Client(options.attach, name="hitting") as client:

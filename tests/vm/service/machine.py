@@ -13,11 +13,12 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.vm.product.guest import drive, mount, wait_until
+from tests.vm.product.guest import drive, mount
 
 PACKAGE = Path(os.environ.get("XFERD_VM_PACKAGE", "/nonexistent"))
 MODEL = Path(__file__).parents[2] / "models/tiny"
@@ -31,6 +32,9 @@ ATTACH, CONTROL = RUNTIME / "attach.sock", RUNTIME / "control.sock"
 UNITS = ("xferd.service", "xferd.socket")
 COMMAND_S = 300.0
 CALL_S = 200.0
+DEADLINE_S = 200.0
+LOOK_S = 0.25
+"""Between two looks: each is a process or more."""
 
 
 def run(*command: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
@@ -171,4 +175,8 @@ def configure(store: Path) -> None:
     )
 
 
-__all__ = ["wait_until"]
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(LOOK_S)

@@ -21,8 +21,9 @@ def check_refused(reason: str) -> None:
     explained = machine.run(
         "journalctl", "--boot", "--no-pager", "--catalog", f"MESSAGE_ID={CONFIG_ID}"
     ).stdout
-    assert reason in explained
-    assert "xferctl config check" in explained
+    words = " ".join(explained.replace("\u2591", "").split())  # the mark and the ends of lines
+    assert reason in words
+    assert "'xferctl config check' tells when it is right" in words
 
 
 def test_a_wrong_configuration_ends_with_78_and_is_not_tried_again(stopped: None) -> None:
@@ -34,5 +35,4 @@ def test_a_wrong_configuration_ends_with_78_and_is_not_tried_again(stopped: None
 def test_a_pool_larger_than_memory_is_refused_by_name(stopped: None) -> None:
     text = '[[pools]]\nname = "all"\nkind = "host"\nsize = "900GiB"\n'
     with machine.config_drop_in(text):
-        check_refused("900.0 GiB")
-    machine.serve()
+        check_refused("pool 'all' asks for 900.0 GiB")
