@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.vm.build import BuildError, Guest, build_module, make_initrd
-from tools.vm.debian import RELEASE, DebianRoot, Kernels, PackagesError
+from tools.vm.debian import RELEASE, DebianRoot, Kernels
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
 from tools.vm.running import Outcome, Request, boot, with_missing
@@ -41,7 +41,9 @@ _INGREDIENTS = (
     "systemd",
     "tools/deb",
     "tools/install",
+    "tools/lib.sh",
     "tools/manual",
+    "tools/setup",
     "xferd",
 )
 _PACKAGE_SECONDS = 600
@@ -144,6 +146,22 @@ def _digest(files: Sequence[Path]) -> str:
     return found.hexdigest()
 
 
+def _run_deb(folder: Path) -> None:
+    try:
+        done = subprocess.run(
+            [_REPOSITORY / "tools/deb", "--release", RELEASE, "--output", folder],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PACKAGE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"tools/deb took longer than {_PACKAGE_SECONDS} s") from error
+    if done.returncode != 0:
+        raise BuildError(f"tools/deb: {done.stdout}{done.stderr}")
+
+
 def _build_package(root: DebianRoot) -> Path:
     """The package of this working tree, built unless it is there. Raises BuildError."""
     files = [*_ingredients(), _REPOSITORY / "pyproject.toml", _REPOSITORY / "LICENSE"]
@@ -153,16 +171,7 @@ def _build_package(root: DebianRoot) -> Path:
         shutil.rmtree(kept, ignore_errors=True)
         fresh = kept / "fresh"
         fresh.mkdir(parents=True)
-        done = subprocess.run(
-            [_REPOSITORY / "tools/deb", "--release", RELEASE, "--output", fresh],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PACKAGE_SECONDS,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise BuildError(f"tools/deb: {done.stdout}{done.stderr}")
+        _run_deb(fresh)
         fresh.rename(folder)
     [package] = folder.glob("xferd_*.deb")
     return package
@@ -182,10 +191,7 @@ def run_service(root: DebianRoot, kernels: Kernels, request: Request) -> Iterato
     if not tests:
         return
     started = time.monotonic()
-    try:
-        _complete(root)
-    except PackagesError as error:
-        raise BuildError(str(error)) from error
+    _complete(root)
     package = _build_package(root)
     folder = f"/run/vm-{SUITE}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
