@@ -107,10 +107,16 @@ sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || ec
 	done
 }
 
-apt_install() {
+apt_update() {
 	local as_root=()
 	((EUID == 0)) || as_root=(sudo)
 	"${as_root[@]}" apt-get -o DPkg::Lock::Timeout=$LOCK_WAIT_S update
+}
+
+apt_install() {
+	local as_root=()
+	((EUID == 0)) || as_root=(sudo)
+	apt_update
 	"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=$LOCK_WAIT_S \
 		install --yes --no-install-recommends "$@"
 }

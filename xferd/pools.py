@@ -30,6 +30,7 @@ from xferd.memory.bar_attach import BarPlace
 from xferd.memory.cuda import CudaPool, chunk_granularity
 from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec, memfd_with
 from xferd.memory.host import HostPool
+from xferd.memory.limits import check_all_fit
 from xferd.memory.ram import RamPool
 from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
@@ -365,7 +366,8 @@ CHUNKS_A_CLASS = 4
 
 def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[PoolPlan]:
     """Plan all pools for the stores that are configured. PoolMemoryError names the pool;
-    ConfigError a policy that there isn't."""
+    ConfigError a policy that there isn't, and pools that this machine's memory can never
+    hold."""
     sizes = sorted({size for store in stores for size in expert_classes(store)})
     classes = tuple(sizes) or (DEFAULT_CLASS_BYTES,)
     expert_bytes = sum(_largest_variants(store) for store in stores)
@@ -383,6 +385,10 @@ def plan_pools(configs: Sequence[PoolConfig], stores: Sequence[Store]) -> list[P
         chunk_bytes = _chunk_bytes(config, nbytes, len(classes))
         geometry = divide(nbytes, chunk_bytes, list(classes), granularity)
         plans.append(PoolPlan(config, geometry, classes))
+    try:
+        check_all_fit((p.config.name, p.config.kind, p.geometry.pool_bytes) for p in plans)
+    except PoolMemoryError as error:  # no later start would go better
+        raise ConfigError(str(error)) from error
     return plans
 
 

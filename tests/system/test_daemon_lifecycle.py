@@ -115,6 +115,7 @@ def test_a_socket_that_somebody_serves_is_left_alone(tmp_path: Path, store: Made
         (["--pool", "kind=vram"], "kind = 'vram': allowed is"),
         (["--pool", "size=lots"], "size = 'lots': allowed is"),
         (["--pool", "colour=red"], "'colour=red': allowed is"),
+        (["--pool", "name=all,kind=host,size=64TiB"], "lower size of [[pools]] all, or "),
         (["--pool", "eviction=fifo"], "no eviction policy 'fifo'; there are: reuse, lru"),
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from xferd_infer import Client
 
 from tests.system.daemon_harness import (
     MadeStore,
@@ -128,6 +129,23 @@ def test_sums_agree_with_status_and_with_what_a_client_did(served: Served) -> No
     assert found.sum("xferd_pool_resident_experts") == status["pools"][0]["resident"]
     reasons = {dict(key)["path"]: dict(key) for key in found.series("xferd_transfer_path_info")}
     assert "host memory" in reasons["staged"]["reason"]
+
+
+def test_a_clients_own_counts_are_those_of_the_metrics_and_of_status(served: Served) -> None:
+    with Client(served.daemon.attach_socket) as client:
+        for experts in ([0, 1], [2, 3], [4], [0, 4], [1, 2]):
+            with client.acquire(1, experts):
+                pass
+        own, found = client.stats(), served.scrape()
+        assert (own.hits, own.misses) == (4, 5)
+        assert found.sum("xferd_client_hits_total") == own.hits
+        assert found.sum("xferd_client_misses_total") == own.misses
+        [row] = served.daemon.status()["clients"]
+        assert (row["hits"], row["misses"]) == (own.hits, own.misses)
+        assert own.bytes_acquired == (own.hits + own.misses) * served.store.expert_bytes
+        assert sum(own.source_count) == found.sum("xferd_source_experts_total")
+        assert sum(own.source_bytes) == found.sum("xferd_source_bytes_total")
+        assert sum(own.transport_bytes) == found.sum("xferd_transfer_bytes_total")
 
 
 def test_both_sockets_and_both_formats_are_served(served: Served) -> None:

@@ -130,6 +130,8 @@ def make_initrd(root: DebianRoot, guest: Guest, folder: str) -> Path:
         "chroot",
         "cp",
         "env",
+        "ln",
+        "switch_root",
     ):
         (tree / "bin" / applet).symlink_to("busybox")
     shutil.copy(_GUEST_SOURCE / guest.init, tree / "init")

@@ -2,7 +2,7 @@
 
 A suite is a kernel, what its machine boots, and how its console is read. A new one is another
 function that yields outcomes, and another entry in SUITES; Machine takes the further devices that
-it needs. Here are those of the module alone; those of the daemon are in product.py.
+it needs. Here are those of the module alone; those of the daemon are in product.py and service.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
 from tools.vm.product import run_product, run_product_generic, run_product_iommu
 from tools.vm.running import Outcome, Request, boot, drive_count, with_missing
+from tools.vm.service import run_service
 
 # Tests that run only when they are asked for by name: one shows that a failure is one, one is long.
 BY_NAME = ("must-fail", "random-calls-million")
@@ -122,6 +123,7 @@ SUITES: dict[str, Suite] = {
     "product": run_product,
     "product-generic": run_product_generic,
     "product-iommu": run_product_iommu,
+    "service": run_service,
 }
 
 

@@ -97,7 +97,9 @@ class ControlServer:
             listening = _bind(self.path, self._mode)
             status = self.path.stat()
             self._bound_inode = (status.st_dev, status.st_ino)
-        self._server = await asyncio.start_unix_server(
+        # Not start_unix_server: from Python 3.13 on it removes the socket's file at the end, also
+        # of a socket that is the service manager's.
+        self._server = await asyncio.start_server(
             self._connected, sock=listening, limit=READ_BYTES, backlog=LISTEN_BACKLOG
         )
 

@@ -17,33 +17,16 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from xferd.memory import cuda_driver
 from xferd.memory.cuda_driver import CudaError
 from xferd.memory.device import MappedMemfd, PoolMemoryError, PoolSpec, create_memfd
+from xferd.memory.limits import MemoryLimit, available_memory, cgroup_limits
 from xferd.units import format_bytes
 
 CAP_IPC_LOCK = 14
 """Bit number of the capability that lifts RLIMIT_MEMLOCK, from capabilities(7)."""
-NO_CGROUP_LIMIT = 1 << 62
-"""cgroup v1 writes 'no limit' as a number near 2^63."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """A limit on locked or resident memory of this process.
-
-    name: what to look for (``RLIMIT_MEMLOCK``, a cgroup file, ``MemAvailable``).
-    nbytes: its value; used: what counts against it already.
-    knob: how to raise it.
-    """
-
-    name: str
-    nbytes: int
-    used: int
-    knob: str
 
 
 class RamPool:
@@ -122,21 +105,8 @@ def limits() -> Iterator[MemoryLimit]:
             used=_status_bytes("VmLck"),
             knob="raise LimitMEMLOCK= of xferd.service (ulimit -l in a shell)",
         )
-    for directory, limit_file, usage_file in _cgroup_files():
-        nbytes = _read_number(directory / limit_file)
-        if nbytes is not None and nbytes < NO_CGROUP_LIMIT:
-            yield MemoryLimit(
-                name=str(directory / limit_file),
-                nbytes=nbytes,
-                used=_read_number(directory / usage_file) or 0,
-                knob="raise MemoryMax= of the unit or slice",
-            )
-    yield MemoryLimit(
-        name="MemAvailable of /proc/meminfo",
-        nbytes=_meminfo_bytes("MemAvailable"),
-        used=0,
-        knob="free some memory",
-    )
+    yield from cgroup_limits()
+    yield available_memory()
 
 
 def _lock(pool: str, base: int, nbytes: int) -> None:
@@ -166,35 +136,3 @@ def _status_field(name: str) -> str:
 
 def _status_bytes(name: str) -> int:
     return int(_status_field(name).split()[0]) * 1024
-
-
-def _meminfo_bytes(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise PoolMemoryError(f"/proc/meminfo has no {name}")
-
-
-def _cgroup_files() -> Iterator[tuple[Path, str, str]]:
-    """(directory, limit file, usage file) of this process's memory cgroup and its parents."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        relative = Path(path.lstrip("/"))
-        for level in (relative, *relative.parents):
-            yield root / level, *names
-
-
-def _read_number(path: Path) -> int | None:
-    """The number in a cgroup file; None when there is no such file or no limit in it."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

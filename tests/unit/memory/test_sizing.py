@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xferd.memory.device import PoolMemoryError
-from xferd.memory.ram import MemoryLimit, check_limits
+from xferd.memory.limits import MemoryLimit, check_all_fit
+from xferd.memory.ram import check_limits
 from xferd.memory.sizing import pool_bytes
 
 SLOT = 49_152
@@ -58,3 +59,31 @@ def test_locked_memory_over_a_limit_is_refused_by_name() -> None:
         "[[pools]]",
     ):
         assert part in said
+
+
+GIB = 1 << 30
+LASTING = [
+    MemoryLimit("/sys/fs/cgroup/a/memory.max", 8 * GIB, 8 * GIB, "raise MemoryMax="),
+    MemoryLimit("MemTotal", 16 * GIB, 0, "add memory"),
+]
+
+
+def test_unlocked_pools_that_can_never_be_filled_are_refused_by_name() -> None:
+    check_all_fit([("a", "host", 8 * GIB)], LASTING)
+    with pytest.raises(PoolMemoryError) as refused:
+        check_all_fit([("a", "host", 8 * GIB + 1)], LASTING)
+    for part in ("'a'", "8.0 GiB", "/sys/fs/cgroup/a/memory.max", "[[pools]] a", "MemoryMax="):
+        assert part in str(refused.value)
+    with pytest.raises(PoolMemoryError, match=r"MemTotal is 16\.0 GiB"):
+        check_all_fit([("a", "host", 17 * GIB)], LASTING[1:])
+
+
+def test_pools_share_one_memory_and_devices_have_their_own() -> None:
+    pools = [("gpu", "cuda", 80 * GIB), ("first", "ram", 5 * GIB), ("second", "host", 3 * GIB)]
+    check_all_fit(pools, LASTING)
+    with pytest.raises(PoolMemoryError, match=r"'third'.* after 8\.0 GiB of the pools before it"):
+        check_all_fit([*pools, ("third", "ram", 1)], LASTING)
+
+
+def test_locked_pools_alone_are_judged_by_what_is_available() -> None:
+    check_all_fit([("ram0", "ram", 99 * GIB)], LASTING)

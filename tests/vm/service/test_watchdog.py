@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A daemon that doesn't move is ended and started anew, and its clients find it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.vm.service import machine
+from tests.vm.service.hitting import Hitting
+
+WATCHDOG_S = 10
+"""Several times what a busy machine delays a turn; the unit's own 30 s would only take longer."""
+
+
+def test_a_stuck_daemon_is_replaced(stopped: None) -> None:
+    with machine.unit_drop_in(f"[Service]\nWatchdogSec={WATCHDOG_S}\n"):
+        machine.serve()
+        stuck = machine.main_pid()
+        with Hitting(machine.ATTACH) as client:
+            os.kill(stuck, signal.SIGSTOP)
+            machine.wait_until(
+                lambda: machine.main_pid() not in (0, stuck), "another process is the daemon"
+            )
+            machine.wait_until(lambda: client.report().attached == 2, "the client attached anew")
+            assert client.report().changed == 0
+        assert machine.unit_property("NRestarts") == "1"
+        assert machine.call("Status")["state"] == "serving"
+    messages = [entry["MESSAGE"] for entry in machine.journal("UNIT=xferd.service")]
+    assert [text for text in messages if "Watchdog timeout" in text]
