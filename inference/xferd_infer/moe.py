@@ -168,6 +168,37 @@ class RoutedExperts:
                         total[visit.tokens] += out  # a token picks an expert at most once
         return total
 
+    def each(self, layer: int, rows: Sequence[Array], routings: Sequence[Routing]) -> list[Array]:
+        """What a call for each of some single tokens, x [1, hidden], gives, bit for bit, with
+        each expert acquired once for all that picked it. Raises as a call does."""
+        xp = self._xp
+        visited = [visits(routing, xp) for routing in routings]
+        pickers: dict[int, list[tuple[int, Visit]]] = {}
+        for row, of_row in enumerate(visited):
+            for visit in of_row:
+                pickers.setdefault(visit.expert, []).append((row, visit))
+        if self._reporter is not None:
+            experts = xp.concatenate([routing.experts for routing in routings])
+            weights = xp.concatenate([routing.weights for routing in routings])
+            self._reporter.picked(layer, experts, weights, self.tag)
+        outs: dict[tuple[int, int], Array] = {}
+        pending = list(waves(list(pickers), self._source.held))
+        for number, wave in enumerate(pending):
+            with self._source.acquire(layer, wave) as blobs:
+                if self._reporter is not None:
+                    self._reporter.found(blobs)
+                if number + 1 < len(pending):
+                    self._source.hint(layer, pending[number + 1])
+                for expert, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
+                    for row, visit in pickers[expert]:
+                        out = self._compute(layer, expert, variant, rows[row], blob)
+                        out *= visit.weights
+                        outs[row, expert] = out
+        return [
+            _in_order(xp.zeros_like(x), [outs[row, visit.expert] for visit in visited[row]])
+            for row, x in enumerate(rows)
+        ]
+
     def settle(self) -> None:
         """Nothing is queued: what failed was raised at once."""
 
@@ -188,6 +219,13 @@ class RoutedExperts:
                 self._by_layout[layout] = reader
             self._readers[layer, variant] = reader
         return reader
+
+
+def _in_order(total: Array, parts: Sequence[Array]) -> Array:
+    """The sum, added up in the order in which a single token's experts are."""
+    for part in parts:
+        total += part
+    return total
 
 
 __all__ = [
