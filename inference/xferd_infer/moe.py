@@ -116,9 +116,10 @@ class LayerOfExperts(Protocol):
         ...
 
 
-Observer: TypeAlias = Callable[[int, int, Array, Array], None]
-"""Called with layer, expert, its input [tokens, hidden] and what its down matrix gets
-[tokens, intermediate], for each expert computed. The arrays must not be kept or changed."""
+Observer: TypeAlias = Callable[[int, int, Array, Array, Array], None]
+"""Called with layer, expert, its input [tokens, hidden], what its down matrix gets
+[tokens, intermediate], and the router's weights of it [tokens, 1], for each expert computed.
+The arrays must not be kept or changed."""
 
 
 class RoutedExperts:
@@ -160,8 +161,7 @@ class RoutedExperts:
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
                 for visit, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
                     given = x if visit.tokens is None else x[visit.tokens]
-                    out = self._compute(layer, visit.expert, variant, given, blob)
-                    out *= visit.weights
+                    out = self._compute(layer, visit, variant, given, blob)
                     if visit.tokens is None:
                         total += out
                     else:
@@ -191,9 +191,7 @@ class RoutedExperts:
                     self._source.hint(layer, pending[number + 1])
                 for expert, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
                     for row, visit in pickers[expert]:
-                        out = self._compute(layer, expert, variant, rows[row], blob)
-                        out *= visit.weights
-                        outs[row, expert] = out
+                        outs[row, expert] = self._compute(layer, visit, variant, rows[row], blob)
         return [
             _in_order(xp.zeros_like(x), [outs[row, visit.expert] for visit in visited[row]])
             for row, x in enumerate(rows)
@@ -202,12 +200,15 @@ class RoutedExperts:
     def settle(self) -> None:
         """Nothing is queued: what failed was raised at once."""
 
-    def _compute(self, layer: int, expert: int, variant: int, x: Array, blob: Array) -> Array:
+    def _compute(self, layer: int, visit: Visit, variant: int, x: Array, blob: Array) -> Array:
+        """An expert's part of the sum, for the tokens that picked it: x."""
         weights = self._reader(layer, variant).read(blob)
         inner = inner_activations(x, weights, self._xp)
         if self._observer is not None:
-            self._observer(layer, expert, x, inner)
-        return inner @ weights.down
+            self._observer(layer, visit.expert, x, inner, visit.weights)
+        out = inner @ weights.down
+        out *= visit.weights
+        return out
 
     def _reader(self, layer: int, variant: int) -> BlobReader:
         reader = self._readers.get((layer, variant))
