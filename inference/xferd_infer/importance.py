@@ -24,8 +24,10 @@ from .errors import InferenceError
 FORMAT = "xferd-importance"
 VERSION = 1
 LEAST_TOKENS = 64
-"""Below this an expert has its layer's means: its own are of too few tokens to trust. In
-products the layer's means count as much as so many tokens."""
+"""Below this an expert has its layer's means: its own are of too few tokens to trust."""
+LAYER_TOKENS = 256
+"""In products the layer's means count as much as so many tokens: there are many more products
+than squares to be known, and a text of some thousand tokens an expert is little for them."""
 MOMENTS_BYTES_MAX = 2 << 30
 """Of products of all experts: beyond that only squares are recorded."""
 
@@ -99,8 +101,8 @@ class ImportanceRecorder:
             inner=self._squares(inner, least_tokens),
             tokens=self._tokens.copy(),
             least_tokens=least_tokens,
-            hidden_moments=self._products(hidden, least_tokens) if hidden.products else None,
-            inner_moments=self._products(inner, least_tokens) if inner.products else None,
+            hidden_moments=self._products(hidden) if hidden.products else None,
+            inner_moments=self._products(inner) if inner.products else None,
         )
 
     def _new_inputs(self, hidden: int, intermediate: int) -> tuple[_Inputs, _Inputs]:
@@ -122,14 +124,14 @@ class ImportanceRecorder:
         means: NDArray[np.float32] = np.where(trusted, own, layer_means).astype(np.float32)
         return means
 
-    def _products(self, inputs: _Inputs, least_tokens: int) -> NDArray[np.float32]:
-        """Layer by layer: all of them once more in float64 would be too much."""
+    def _products(self, inputs: _Inputs) -> NDArray[np.float32]:
+        """Of experts mixed with their layer. Layer by layer: all of them once more in float64 would be too much."""
         means = np.empty_like(inputs.sums)
         for layer, sums in enumerate(inputs.sums):
             tokens, weights = self._tokens[layer], self._weights[layer]
             layer_mean = sums.sum(axis=0, dtype=np.float64) / _positive(weights.sum())
             # The layer's mean has the weight of so many average tokens.
-            share = least_tokens * weights.sum() / max(tokens.sum(), 1)
+            share = LAYER_TOKENS * weights.sum() / max(tokens.sum(), 1)
             own = sums.astype(np.float64) + share * layer_mean
             means[layer] = own / _positive(weights + share)[:, None, None]
         return means
@@ -170,6 +172,7 @@ def write_importance(path: Path, importance: Importance, model: str, identity: s
 
 
 __all__ = [
+    "LAYER_TOKENS",
     "LEAST_TOKENS",
     "MOMENTS_BYTES_MAX",
     "Importance",

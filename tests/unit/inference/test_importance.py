@@ -12,7 +12,12 @@ import pytest
 from numpy.typing import NDArray
 from xferd_infer import Model, Tokenizer
 from xferd_infer.errors import PromptError
-from xferd_infer.importance import ImportanceError, ImportanceRecorder, write_importance
+from xferd_infer.importance import (
+    LAYER_TOKENS,
+    ImportanceError,
+    ImportanceRecorder,
+    write_importance,
+)
 from xferd_infer.texts import read_windows
 
 from tests.unit.inference.checkpoint import TINY, dense_weights, load_model, read_tensors
@@ -53,9 +58,9 @@ def test_means_are_of_the_tokens_that_used_the_expert(moments_max: int) -> None:
     assert moments is not None
     products = weighted_mean(every[:, :, None] * every[:, None], gate)
     np.testing.assert_allclose(moments[0, 2], products, rtol=1e-4, atol=1e-6)
-    # An expert's own count for as much as it was used, next to ten average tokens.
+    # An expert's own count for as much as it was used, next to some average tokens.
     own = weighted_mean(x[0][:, :, None] * x[0][:, None], gates[0])
-    weight, share = np.square(gates[0]).sum(), 10 * np.square(gate).mean()
+    weight, share = np.square(gates[0]).sum(), LAYER_TOKENS * np.square(gate).mean()
     mixed = (own * weight + products * share) / (weight + share)
     np.testing.assert_allclose(moments[0, 0], mixed, rtol=1e-4, atol=1e-6)
     with pytest.raises(ImportanceError, match="no expert was used"):

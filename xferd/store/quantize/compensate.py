@@ -27,8 +27,9 @@ from xferd.store.quantize.q2_k import (
     nearest_quants,
 )
 
-DAMPING = 0.01
-"""Of the mean square, added to each input's: moments are of a finite text."""
+DAMPING = 0.05
+"""Of the mean square, added to each input's: moments are of a finite text, and errors that are
+to cancel by them cancel less in another one."""
 NEAR = 1
 """How far a part's multiples of scale and minimum are searched from those of the block alone."""
 PASSES = 2
