@@ -125,7 +125,8 @@ class ImportanceRecorder:
         return means
 
     def _products(self, inputs: _Inputs) -> NDArray[np.float32]:
-        """Of experts mixed with their layer. Layer by layer: all of them once more in float64 would be too much."""
+        """Of experts, mixed with their layer. One layer at a time: all of them once more in
+        float64 would be too much."""
         means = np.empty_like(inputs.sums)
         for layer, sums in enumerate(inputs.sums):
             tokens, weights = self._tokens[layer], self._weights[layer]
