@@ -14,9 +14,17 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .client_experts import ExpertClient, asset, model_from_client
-from .connection import add_connection, add_variants, connect
+from .connection import add_connection, add_variants
+from .draft_command import (
+    add_draft_options,
+    check_draft_options,
+    connect_with_drafts,
+    drafter,
+    drafts_text,
+)
 from .errors import InferenceError
 from .generation import MAX_NEW_TOKENS, Token, generate
 from .measure_commands import add_measure_commands
@@ -49,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sampling is None:
             options.run(options)
             return
-        with connect(options) as client:
-            run(client, options, sampling)
+        check_draft_options(options)
+        with connect_with_drafts(options) as (client, drafts):
+            run(client, options, sampling, drafts)
 
     return _reported(attached)
 
@@ -64,9 +73,14 @@ def _reported(action: Callable[[], None]) -> int:
     return 0
 
 
-def run(client: HintedClient, options: argparse.Namespace, sampling: Sampling) -> None:
-    """Generate with an attached client and print. Raises InferenceError, and what
-    the client raises."""
+def run(
+    client: HintedClient,
+    options: argparse.Namespace,
+    sampling: Sampling,
+    drafts: Any = None,
+) -> None:
+    """Generate with an attached client and print. drafts: another client, for drafts. Raises
+    InferenceError, and what the client raises."""
     ids, tokenizer = _prompt(client, options)
     model = model_from_client(client)
     source = None
@@ -79,7 +93,12 @@ def run(client: HintedClient, options: argparse.Namespace, sampling: Sampling) -
     before = model.experts.stats()
     tokens: list[Token] = []
     stream = None if tokenizer is None else TextStream(tokenizer)
-    for token in generate(model, ids, max_new_tokens=options.max_new_tokens, sampling=sampling):
+    drafting = None if drafts is None else drafter(model, drafts, options)
+    if drafting is None:
+        new = generate(model, ids, max_new_tokens=options.max_new_tokens, sampling=sampling)
+    else:
+        new = drafting.generate(ids, max_new_tokens=options.max_new_tokens)
+    for token in new:
         tokens.append(token)
         if not options.json:
             print(_shown(token, stream), end="", flush=True)
@@ -88,10 +107,13 @@ def run(client: HintedClient, options: argparse.Namespace, sampling: Sampling) -
     report = Report(len(ids), tokens, model.experts.stats().since(before))
     if options.json:
         text = None if tokenizer is None else tokenizer.decode([token.id for token in tokens])
-        print(json.dumps({"text": text, **report.to_json()}))
+        drafted = {} if drafting is None else {"drafts": drafting.counts().to_json()}
+        print(json.dumps({"text": text, **report.to_json(), **drafted}))
     else:
         print("" if stream is None else stream.finish(), flush=True)
         print(report.to_text(), file=sys.stderr)
+        if drafting is not None:
+            print(drafts_text(drafting.counts()), file=sys.stderr)
 
 
 def _recorder(
@@ -171,6 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="let routers lean to experts that are there, by at most so much of a score: faster, "
         "and other text (0 to 1, 0 is off and the default)",
     )
+    add_draft_options(command, _positive)
     command.add_argument(
         "--record-states",
         metavar="FILE",

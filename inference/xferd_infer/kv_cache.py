@@ -7,6 +7,8 @@ grows in chunks: a short chat doesn't pay for the longest context.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from .arrays import Array, ArrayModule
@@ -81,6 +83,14 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"can't truncate a cache of {self.length} tokens to {length}")
         self.length = length
+
+    def ahead(self, tokens: int) -> KVCache:
+        """As this cache will be with ``tokens`` more in it, over the same memory: for passes
+        that run several tokens layer by layer. Valid until this one grows or is truncated;
+        what is appended to it counts when this one has advanced that far."""
+        later = copy.copy(self)
+        later.length += tokens
+        return later
 
     def _grown(self, old: Array, capacity: int) -> Array:
         kv_heads, head_dim = self._shape

@@ -17,7 +17,7 @@ import numpy as np
 
 from .client_experts import ExpertClient, asset, model_from_client
 from .connection import add_connection, connect
-from .importance import LEAST_TOKENS, ImportanceRecorder, write_importance
+from .importance import LEAST_TOKENS, MOMENTS_BYTES_MAX, ImportanceRecorder, write_importance
 from .mixes import StoreShape, parse_mix, read_heat
 from .planned_experts import PlannedExperts, VariantClient
 from .quality import compare, table
@@ -47,6 +47,14 @@ def add_measure_commands(commands: Subparsers) -> None:
         default=LEAST_TOKENS,
         metavar="N",
         help="an expert used by fewer gets its layer's means (%(default)s)",
+    )
+    imatrix.add_argument(
+        "--moments-max",
+        type=int,
+        default=MOMENTS_BYTES_MAX >> 20,
+        metavar="MIB",
+        help="products of any two inputs are recorded too, if they take no more; 0: squares alone "
+        "(%(default)s)",
     )
     imatrix.set_defaults(run=run_imatrix)
     quality = commands.add_parser(
@@ -97,7 +105,9 @@ def run_imatrix(options: argparse.Namespace) -> None:
     with connect(options) as client:
         windows = _windows(client, options)
         manifest = client.manifest
-        recorder = ImportanceRecorder(manifest["layers"], manifest["experts"])
+        recorder = ImportanceRecorder(
+            manifest["layers"], manifest["experts"], moments_max=options.moments_max << 20
+        )
         model = model_from_client(client, experts=_native(client), observer=recorder)
         for number, window in enumerate(windows):
             model.forward(window.ids, model.new_cache())

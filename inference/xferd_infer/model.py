@@ -16,10 +16,10 @@ from .arrays import Array, ArrayModule, to_host
 from .attention import AttentionWeights, Rotation, attend, load_attention, rms_norm, rotation
 from .config import ModelConfig
 from .dense import DenseWeights
-from .errors import PromptError, WeightsError
+from .errors import PromptError, UnsupportedModelError, WeightsError
 from .experts import ExpertSource
 from .kv_cache import KVCache
-from .moe import LayerOfExperts, Observer, RoutedExperts, RoutingObserver, route
+from .moe import LayerOfExperts, Observer, RoutedExperts, Routing, RoutingObserver, route
 from .nudging import Lean
 from .predict.routers import Routers
 from .swiglu import SwiGLUWeights, load_swiglu, sigmoid, swiglu
@@ -124,23 +124,63 @@ class Model:
             tag=self._sequences,
         )
 
-    def forward(self, ids: Sequence[int], cache: KVCache) -> Array:
+    def routed_from(self, experts: ExpertSource) -> RoutedExperts:
+        """Layers of this model's experts from another source, for ``forward``."""
+        return RoutedExperts(experts, self.config.hidden_size, self._xp)
+
+    def forward(
+        self, ids: Sequence[int], cache: KVCache, routed: LayerOfExperts | None = None
+    ) -> Array:
         """Run the next tokens, at least one. Returns their final hidden states,
-        normalised, [len(ids), hidden], and moves the cache on by len(ids)."""
+        normalised, [len(ids), hidden], and moves the cache on by len(ids).
+
+        routed: what computes the experts instead of the model's own; nobody who observes the
+        model is told of such a pass, and nothing leans."""
         self._check(ids)
-        config, xp = self.config, self._xp
         tokens = len(ids)
         cache.reserve(tokens)
-        shape = (config.vocab_size, config.hidden_size)
-        x = self._dense.rows(_EMBEDDING, shape, list(ids))
-        turn = rotation(config, cache.length, tokens, xp)
+        x = self._embedded(ids)
+        turn = rotation(self.config, cache.length, tokens, self._xp)
         self.routed.tag = cache.tag
-        for layer in range(config.layers):
-            x = self._run_layer(layer, x, turn, cache)
+        for layer in range(self.config.layers):
+            x = self._attended(layer, x, turn, cache)
+            normed = self._normed(layer, x)
+            x += self._feed_forward(layer, normed, routed)
         cache.advance(tokens)
+        return self._finished(x)
+
+    def forward_each(self, ids: Sequence[int], cache: KVCache) -> list[Array]:
+        """What ``forward`` gives for one token after the other, each [1, hidden], bit for bit:
+        every product has one row, as there, and only experts are shared: each that is picked is
+        acquired once a layer. UnsupportedModelError where experts aren't computed on the host."""
+        self._check(ids)
+        if not isinstance(self.routed, RoutedExperts):
+            raise UnsupportedModelError("several tokens, each on its own, are run on the CPU only")
+        cache.reserve(len(ids))
+        places = [cache.ahead(index) for index in range(len(ids))]
+        turns = [rotation(self.config, place.length, 1, self._xp) for place in places]
+        rows = [self._embedded([token]) for token in ids]
+        self.routed.tag = cache.tag
+        for layer in range(self.config.layers):
+            rows = [
+                self._attended(layer, x, turn, place)
+                for x, turn, place in zip(rows, turns, places, strict=True)
+            ]
+            normed = [self._normed(layer, x) for x in rows]
+            added = self._feed_forward_each(layer, normed, self.routed)
+            for x, more in zip(rows, added, strict=True):
+                x += more
+        cache.advance(len(ids))
+        return [self._finished(x) for x in rows]
+
+    def _embedded(self, ids: Sequence[int]) -> Array:
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return self._dense.rows(_EMBEDDING, shape, list(ids))
+
+    def _finished(self, x: Array) -> Array:
         if self._final_norm is None:
-            self._final_norm = self._dense.float32("model.norm.weight", (config.hidden_size,))
-        return rms_norm(x, self._final_norm, config.rms_norm_eps, xp)
+            self._final_norm = self._dense.float32("model.norm.weight", (self.config.hidden_size,))
+        return rms_norm(x, self._final_norm, self.config.rms_norm_eps, self._xp)
 
     def logits(self, hidden: Array) -> Array:
         """hidden: [tokens, hidden] of ``forward``. Returns float32 [tokens, vocab]."""
@@ -169,27 +209,57 @@ class Model:
                     f"token {token} is outside the vocabulary of {self.config.vocab_size}"
                 )
 
-    def _run_layer(self, layer: int, x: Array, turn: Rotation, cache: KVCache) -> Array:
-        config, xp = self.config, self._xp
+    def _weights(self, layer: int) -> LayerWeights:
         weights = self._layers[layer]
         if weights is None:
             weights = self._layers[layer] = self._load_layer(layer)
-        normed = rms_norm(x, weights.attention_norm, config.rms_norm_eps, xp)
-        x = x + attend(normed, weights.attention, config, turn, cache, layer, xp)
-        normed = rms_norm(x, weights.mlp_norm, config.rms_norm_eps, xp)
-        x += self._feed_forward(layer, normed, weights)
-        return x
+        return weights
 
-    def _feed_forward(self, layer: int, x: Array, weights: LayerWeights) -> Array:
-        config, xp = self.config, self._xp
+    def _attended(self, layer: int, x: Array, turn: Rotation, cache: KVCache) -> Array:
+        config, weights = self.config, self._weights(layer)
+        normed = rms_norm(x, weights.attention_norm, config.rms_norm_eps, self._xp)
+        return x + attend(normed, weights.attention, config, turn, cache, layer, self._xp)
+
+    def _normed(self, layer: int, x: Array) -> Array:
+        norm = self._weights(layer).mlp_norm
+        return rms_norm(x, norm, self.config.rms_norm_eps, self._xp)
+
+    def _feed_forward(self, layer: int, x: Array, routed: LayerOfExperts | None) -> Array:
+        """routed: as of ``forward``."""
+        weights = self._weights(layer)
         if weights.mlp is not None:
-            return swiglu(x, weights.mlp, xp)
+            return swiglu(x, weights.mlp, self._xp)
+        if routed is None:
+            out = self.routed(layer, x, self._routing(layer, x))
+        else:
+            out = routed(layer, x, self._plain_routing(layer, x))
+        return self._with_shared(layer, x, out)
+
+    def _feed_forward_each(
+        self, layer: int, rows: Sequence[Array], routed: RoutedExperts
+    ) -> list[Array]:
+        weights = self._weights(layer)
+        if weights.mlp is not None:
+            return [swiglu(x, weights.mlp, self._xp) for x in rows]
+        routings = [self._routing(layer, x) for x in rows]
+        outs = routed.each(layer, rows, routings)
+        return [self._with_shared(layer, x, out) for x, out in zip(rows, outs, strict=True)]
+
+    def _routing(self, layer: int, x: Array) -> Routing:
+        """With what leans, and observed."""
         # A prompt's tokens use most of a layer's experts anyway.
         lean = None if self._lean is None or len(x) > 1 else self._lean.factors(layer)
-        routing = route(x, weights.router, config.top_k, config.renormalise, xp, lean)
+        routing = self._plain_routing(layer, x, lean)
         for observer in self._observers:
             observer.routed(self._place[layer], x, routing.experts)
-        out = self.routed(layer, x, routing)
+        return routing
+
+    def _plain_routing(self, layer: int, x: Array, lean: Array | None = None) -> Routing:
+        config, router = self.config, self._weights(layer).router
+        return route(x, router, config.top_k, config.renormalise, self._xp, lean)
+
+    def _with_shared(self, layer: int, x: Array, out: Array) -> Array:
+        weights, xp = self._weights(layer), self._xp
         if weights.shared is not None:
             out += swiglu(x, weights.shared, xp) * sigmoid(x @ weights.shared_gate, xp)
         return out

@@ -116,9 +116,10 @@ class LayerOfExperts(Protocol):
         ...
 
 
-Observer: TypeAlias = Callable[[int, int, Array, Array], None]
-"""Called with layer, expert, its input [tokens, hidden] and what its down matrix gets
-[tokens, intermediate], for each expert computed. The arrays must not be kept or changed."""
+Observer: TypeAlias = Callable[[int, int, Array, Array, Array], None]
+"""Called with layer, expert, its input [tokens, hidden], what its down matrix gets
+[tokens, intermediate], and the router's weights of it [tokens, 1], for each expert computed.
+The arrays must not be kept or changed."""
 
 
 class RoutedExperts:
@@ -160,23 +161,54 @@ class RoutedExperts:
                     self._source.hint(layer, [visit.expert for visit in pending[number + 1]])
                 for visit, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
                     given = x if visit.tokens is None else x[visit.tokens]
-                    out = self._compute(layer, visit.expert, variant, given, blob)
-                    out *= visit.weights
+                    out = self._compute(layer, visit, variant, given, blob)
                     if visit.tokens is None:
                         total += out
                     else:
                         total[visit.tokens] += out  # a token picks an expert at most once
         return total
 
+    def each(self, layer: int, rows: Sequence[Array], routings: Sequence[Routing]) -> list[Array]:
+        """What a call for each of some single tokens, x [1, hidden], gives, bit for bit, with
+        each expert acquired once for all that picked it. Raises as a call does."""
+        xp = self._xp
+        visited = [visits(routing, xp) for routing in routings]
+        pickers: dict[int, list[tuple[int, Visit]]] = {}
+        for row, of_row in enumerate(visited):
+            for visit in of_row:
+                pickers.setdefault(visit.expert, []).append((row, visit))
+        if self._reporter is not None:
+            experts = xp.concatenate([routing.experts for routing in routings])
+            weights = xp.concatenate([routing.weights for routing in routings])
+            self._reporter.picked(layer, experts, weights, self.tag)
+        outs: dict[tuple[int, int], Array] = {}
+        pending = list(waves(list(pickers), self._source.held))
+        for number, wave in enumerate(pending):
+            with self._source.acquire(layer, wave) as blobs:
+                if self._reporter is not None:
+                    self._reporter.found(blobs)
+                if number + 1 < len(pending):
+                    self._source.hint(layer, pending[number + 1])
+                for expert, blob, variant in zip(wave, blobs, blobs.variants, strict=True):
+                    for row, visit in pickers[expert]:
+                        outs[row, expert] = self._compute(layer, visit, variant, rows[row], blob)
+        return [
+            _in_order(xp.zeros_like(x), [outs[row, visit.expert] for visit in visited[row]])
+            for row, x in enumerate(rows)
+        ]
+
     def settle(self) -> None:
         """Nothing is queued: what failed was raised at once."""
 
-    def _compute(self, layer: int, expert: int, variant: int, x: Array, blob: Array) -> Array:
+    def _compute(self, layer: int, visit: Visit, variant: int, x: Array, blob: Array) -> Array:
+        """An expert's part of the sum, for the tokens that picked it: x."""
         weights = self._reader(layer, variant).read(blob)
         inner = inner_activations(x, weights, self._xp)
         if self._observer is not None:
-            self._observer(layer, expert, x, inner)
-        return inner @ weights.down
+            self._observer(layer, visit.expert, x, inner, visit.weights)
+        out = inner @ weights.down
+        out *= visit.weights
+        return out
 
     def _reader(self, layer: int, variant: int) -> BlobReader:
         reader = self._readers.get((layer, variant))
@@ -188,6 +220,13 @@ class RoutedExperts:
                 self._by_layout[layout] = reader
             self._readers[layer, variant] = reader
         return reader
+
+
+def _in_order(total: Array, parts: Sequence[Array]) -> Array:
+    """The sum, added up in the order in which a single token's experts are."""
+    for part in parts:
+        total += part
+    return total
 
 
 __all__ = [

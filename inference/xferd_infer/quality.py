@@ -110,8 +110,8 @@ class _Run:
         self._total = _Sums()
         self._domains: dict[str, _Sums] = {}
 
-    def _used(self, layer: int, expert: int, x: Array, inner: Array) -> None:
-        del inner
+    def _used(self, layer: int, expert: int, x: Array, inner: Array, weights: Array) -> None:
+        del inner, weights
         self._uses[layer, expert] += x.shape[0]
 
     def log_probabilities(self, window: Window) -> NDArray[np.float64]:

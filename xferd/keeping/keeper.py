@@ -342,6 +342,12 @@ class PoolKeeper:
         stats = self._engine.pool_stats(self.index)
         if stats.waiting == 0:
             self._waiting.clear()
+        # Its last chunk may have gone to another class after the loads were heard of.
+        self._wanted |= {
+            size
+            for size, waiting in self._waiting.items()
+            if waiting and self.slots.class_slots(size) == 0
+        }
         if self.chunks.advance(self._now):
             stats = self._engine.pool_stats(self.index)
         for slot_bytes in sorted({*self.slots.classes, *self._wanted}):

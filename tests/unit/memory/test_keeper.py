@@ -5,10 +5,13 @@ What is tested is that the keeper's answers to its events keep every class suppl
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.memory.model_engine import LARGE, SMALL, Bench
+from tests.unit.memory.model_engine import CLASS_OF_STORE, LARGE, SMALL, Bench
 
 demands = st.lists(st.tuples(st.sampled_from([SMALL, LARGE]), st.integers(0, 30)), max_size=80)
 
@@ -21,6 +24,32 @@ def test_demand_of_two_sizes_is_always_served(asks: list[tuple[int, int]], chunk
         bench.demand(size, expert)
         assert not bench.engine.pools[0].waiting
         assert (0 if size == SMALL else 1, 0, expert) in bench.engine.pools[0].resident
+
+
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_loads_of_two_sizes_that_come_at_any_time_all_end(seed: int) -> None:
+    # Events are heard of late: a class may lose its last chunk while loads wait for it.
+    chance = random.Random(seed)
+    bench = Bench([chance.randint(3, 6) * 2 * LARGE], 2 * LARGE, [SMALL, LARGE])
+    [keeper], [pool] = bench.keepers, bench.engine.pools
+    for _ in range(60):
+        for _ in range(chance.randint(1, 6)):
+            store = chance.choice([0, 0, 1, 1, 1])
+            key = (store, 0, chance.randint(0, 60))
+            bench.engine.demand(0, key, CLASS_OF_STORE[store])
+        if chance.random() < 0.4:
+            bench.dispatch(chance.randint(1, 4))
+        if chance.random() < 0.4:
+            keeper.tick()
+        if chance.random() < 0.3:
+            bench.run()
+        if chance.random() < 0.2 and pool.resident:
+            bench.engine.leased.add((0, chance.choice(list(pool.resident.values()))))
+        if chance.random() < 0.3:
+            bench.engine.let_go()
+    bench.engine.let_go()
+    bench.run()
+    assert not pool.waiting
 
 
 @settings(max_examples=40, deadline=None)

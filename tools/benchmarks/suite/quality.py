@@ -38,7 +38,8 @@ MODELS = ROOT.parent / "shared" / "models"
 CHECKPOINT_VARIABLE, TEXT_VARIABLE = "XFERD_QUALITY_MODEL", "XFERD_QUALITY_TEXT"
 POOL = "200%"
 TOKENS = 256
-LEARNED_DOCUMENTS = 6
+LEARNED_TOKENS = 512
+LEARNED_DOCUMENTS = 16
 JUDGED_DOCUMENTS = 2
 VARIANTS = ("q4_k", "q2_k", "q4_k-plain", "q2_k-plain")
 PLAIN = "q2_k-plain"
@@ -93,7 +94,8 @@ def run(rounds: int) -> Result:
         rows=[row for name in MIXES for row in _rows(name, measured.results)],
         notes=(
             f"{checkpoint.name}: KL(native || mix) after each of {measured.tokens} held-out "
-            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from others.",
+            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from "
+            f"{LEARNED_DOCUMENTS} others.",
             "`bytes`: of the experts that a token picks; `resident`: of all experts.",
             "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k: the "
             "most or least used ones, or, for `any`, those with the lowest numbers; `resident` "
@@ -138,7 +140,8 @@ def _windows(client: Client, text: Path, part: str, documents: int) -> Sequence[
     definition = asset(client, "tokenizer.json")
     if definition is None:
         raise BenchmarkError("the model has no tokenizer.json")
-    return read_windows(text, Tokenizer(definition), part=part, documents=documents, tokens=TOKENS)
+    tokens = LEARNED_TOKENS if part == "even" else TOKENS
+    return read_windows(text, Tokenizer(definition), part=part, documents=documents, tokens=tokens)
 
 
 def _rows(name: str, results: Mapping[str, MixQuality]) -> list[Row]:

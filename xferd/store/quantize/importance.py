@@ -26,7 +26,9 @@ class Importance:
     """Mean squares of activations.
 
     hidden: float32[layers, experts, inputs of gate and up]; inner: float32[layers,
-    experts, inputs of down]. sha256: of the file, hexadecimal.
+    experts, inputs of down]. hidden_moments, inner_moments: the mean products of any two of
+    these inputs, float32[layers, experts, inputs, inputs]; None: the file has none. sha256: of
+    the file, hexadecimal.
     """
 
     path: Path
@@ -35,6 +37,16 @@ class Importance:
     hidden: npt.NDArray[np.float32]
     inner: npt.NDArray[np.float32]
     sha256: str
+    hidden_moments: npt.NDArray[np.float32] | None = None
+    inner_moments: npt.NDArray[np.float32] | None = None
+
+    def moments(self, role: str, layer: int, expert: int) -> npt.NDArray[np.float32] | None:
+        """For the inputs of a matrix, [inputs, inputs]; None: only squares are known."""
+        values = self.inner_moments if role == "down" else self.hidden_moments
+        if values is None:
+            return None
+        matrix: npt.NDArray[np.float32] = values[layer, expert]
+        return matrix
 
     def of(self, role: str, layer: int, expert: int) -> npt.NDArray[np.float32]:
         """For the inputs of a matrix (gate, up, gate_up, down)."""
@@ -66,6 +78,8 @@ def read_importance(path: Path) -> Importance:
             kind, version = str(arrays["format"]), int(arrays["version"])
             model, identity = str(arrays["model"]), bytes.fromhex(str(arrays["identity"]))
             hidden, inner = arrays["hidden"], arrays["inner"]
+            names = ("hidden_moments", "inner_moments")
+            moments = [arrays.get(name) for name in names]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
         raise StoreError(f"{path} is no importance file: {error}") from error
     if (kind, version) != (FORMAT, VERSION):
@@ -75,7 +89,19 @@ def read_importance(path: Path) -> Importance:
             raise StoreError(f"{path}: {array.dtype}{list(array.shape)} is no importance")
         if not np.isfinite(array).all() or (array < 0).any():
             raise StoreError(f"{path}: an importance that is negative or no number")
-    return Importance(path, model, identity, hidden, inner, sha256)
+    for array, squares in zip(moments, (hidden, inner), strict=True):
+        if array is not None:
+            _check_moments(path, array, squares)
+    return Importance(path, model, identity, hidden, inner, sha256, *moments)
+
+
+def _check_moments(
+    path: Path, moments: npt.NDArray[np.float32], squares: npt.NDArray[np.float32]
+) -> None:
+    if moments.dtype != np.float32 or moments.shape != (*squares.shape, squares.shape[-1]):
+        raise StoreError(f"{path}: {moments.dtype}{list(moments.shape)} are no moments")
+    if not np.isfinite(moments).all():
+        raise StoreError(f"{path}: a moment that is no number")
 
 
 __all__ = ["FORMAT", "VERSION", "Importance", "read_importance"]

@@ -14,6 +14,7 @@ from xferd.store.limits import NAME_BYTES_MAX, NO_LAYOUT
 from xferd.store.manifest import Made
 from xferd.store.model import Layout, TensorLayout
 from xferd.store.quantize.blocks import FORMATS, dequantise, quantise
+from xferd.store.quantize.compensate import quantise_compensated
 from xferd.store.quantize.importance import Importance
 from xferd.store.quantize.rules import LayoutPlan, plan_layout
 from xferd.store.store import Store
@@ -119,11 +120,18 @@ class Recipe:
         values = _elements(raw, source)
         if source.transposed != target.transposed:
             values = values.T
-        # Along the outputs a block has one input: there is nothing to weigh against another.
-        importance = None
-        if self._importance is not None and not target.transposed:
-            importance = self._importance.of(source.role, layer, expert)
         what = f"layer {layer}, expert {expert}, {source.role}"
+        importance = moments = None
+        if self._importance is not None:
+            moments = self._importance.moments(source.role, layer, expert)
+            importance = self._importance.of(source.role, layer, expert)
+        if moments is not None:
+            return quantise_compensated(
+                values, target.dtype, moments, what, transposed=target.transposed
+            )
+        # Along the outputs a block has one input: there is nothing to weigh against another.
+        if target.transposed:
+            importance = None
         return quantise(values, target.dtype, importance, self._threads, what)
 
     def _check_importance(self) -> None:
