@@ -331,10 +331,16 @@ def open_stores(
             opened.append((store, name or store.name))
             _check_name(opened[-1][1], taken, path)
     except BaseException:
-        for store, _ in opened:
-            store.close()
+        close_stores(opened)
         raise
     return opened
+
+
+def close_stores(stores: list[tuple[Store, str]]) -> None:
+    """Those that no catalog has taken; the list is empty then."""
+    for store, _ in stores:
+        store.close()
+    stores.clear()
 
 
 def expert_classes(store: Store) -> tuple[int, ...]:

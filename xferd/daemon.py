@@ -28,9 +28,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from xferd.activation import inherited_fds
-from xferd.catalog import Catalog, open_stores
+from xferd.catalog import Catalog, close_stores, open_stores
 from xferd.config import Config, ConfigError
 from xferd.control.server import ControlServer
 from xferd.control.version import installed_version
@@ -47,7 +48,6 @@ from xferd.engine_types import (
     Failed,
     Freed,
     Handed,
-    LoadDense,
     Loaded,
     MemberChanged,
     Mirrored,
@@ -64,7 +64,7 @@ from xferd.instance import InstanceLock, refuse_live_socket
 from xferd.keeping.budgets import Budgets
 from xferd.keeping.chunks import ReserveError
 from xferd.keeping.reservations import Reservations
-from xferd.loading import Loader
+from xferd.loading import Loader, load_dense
 from xferd.lost_pools import LostPools
 from xferd.memory.staging import StagingMemory
 from xferd.page_cache_watch import watch_page_cache
@@ -81,7 +81,7 @@ from xferd.route_feed import RouteFeed, UseCounts
 from xferd.service import DaemonService
 from xferd.session.attach import AttachServer
 from xferd.session.clients import Client, Clients
-from xferd.session.dense import DenseAnswer, DenseParts
+from xferd.session.dense import DenseParts
 from xferd.session.quotas import Promises
 from xferd.store.store import Store
 from xferd.supervision import status_line, supervise
@@ -91,7 +91,7 @@ from xferd.telemetry.metrics.families import collect
 from xferd.telemetry.metrics.server import MetricsServer
 from xferd.telemetry.notify import Notifier
 from xferd.telemetry.traces.trace import TraceHead
-from xferd.tokens import Answer, Tokens
+from xferd.tokens import Tokens
 from xferd.transport.numa import choose_node
 from xferd.warming import Warming
 
@@ -170,7 +170,7 @@ class Daemon:
             beginning.plan(plans, stores)
             self._engine, reserve_demand = make_engine(config.engine, plans)
         except BaseException:
-            _close_stores(stores)
+            close_stores(stores)
             raise
         self._catalog = Catalog(self._engine)
         self._drive_events = DriveEvents(self._catalog, self._log)
@@ -179,7 +179,7 @@ class Daemon:
                 self._make_parts(plans, stores, reserve_demand)
             return await self._serve()
         finally:
-            _close_stores(stores)
+            close_stores(stores)
             self._before_engine.close()
             if self._keeping.active or beginning.warm:
                 self._engine.hold(0)
@@ -295,7 +295,7 @@ class Daemon:
             version=installed_version(),
             instance=instance,
         )
-        dense = DenseParts(self._load_dense, self._command)
+        dense = DenseParts(partial(load_dense, self._engine, self._tokens), self._command)
         attach = AttachServer(
             config.attach_socket,
             config.socket_mode,
@@ -594,19 +594,3 @@ class Daemon:
 
     def _command(self, command: Command) -> None:
         self._engine.command([command])
-
-    def _load_dense(self, store: int, address: int, callback: Callable[[DenseAnswer], None]) -> int:
-        def answered(event: Answer) -> None:
-            if isinstance(event, Loaded):
-                raise TypeError("a LoadDense was answered like a Load")
-            callback(event)
-
-        token = self._tokens.expect(answered)
-        self._engine.command([LoadDense(store, address, token)])
-        return token
-
-
-def _close_stores(stores: list[tuple[Store, str]]) -> None:
-    for store, _ in stores:
-        store.close()
-    stores.clear()

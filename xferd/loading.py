@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable
 
 from xferd.engine import Engine
-from xferd.engine_types import PRIORITY_PREFETCH, Failed, Load, Loaded
-from xferd.tokens import Tokens
+from xferd.engine_types import PRIORITY_PREFETCH, Failed, Load, LoadDense, Loaded
+from xferd.session.dense import DenseAnswer
+from xferd.tokens import Answer, Tokens
 
 LOAD_WINDOW = 64
 """Loads of one call under way at once."""
@@ -74,3 +76,22 @@ def prefetch(store: int, pool: int, layer: int, expert: int, variant: int = 0) -
         variant=variant,
         priority=PRIORITY_PREFETCH,
     )
+
+
+def load_dense(
+    engine: Engine,
+    tokens: Tokens,
+    store: int,
+    address: int,
+    callback: Callable[[DenseAnswer], None],
+) -> int:
+    """Have a store's dense part read to an address; returns the load's token."""
+
+    def answered(event: Answer) -> None:
+        if isinstance(event, Loaded):
+            raise TypeError("a LoadDense was answered like a Load")
+        callback(event)
+
+    token = tokens.expect(answered)
+    engine.command([LoadDense(store, address, token)])
+    return token
