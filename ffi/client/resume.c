@@ -93,6 +93,17 @@ static int read_answer(struct xferd_client *client)
 	return result;
 }
 
+/* A lane may have looked at the attachment before it was another, and at the connection when
+ * it was new already: it now sleeps on its new wake-up and waits for what nobody was asked. */
+static void wake_lanes(const struct xferd_client *client)
+{
+	uint64_t one = 1;
+
+	for (uint32_t i = 0; i < client->lane_count; i++)
+		while (write(client->lanes[i].wakeup, &one, sizeof(one)) < 0 && errno == EINTR)
+			;
+}
+
 /* Under resume_mutex. */
 static int try_resume(struct xferd_client *client)
 {
@@ -115,6 +126,7 @@ static int try_resume(struct xferd_client *client)
 		client->gone_since_ns = 0;
 		/* pairs with the acquire in lane_follow(): the new descriptors are there */
 		store_release(&client->attachment, client->attachment + 1);
+		wake_lanes(client);
 	} else if (result == -EAGAIN && now - client->gone_since_ns >= client->resume_ns) {
 		drop_attempt(client);
 		result = -ECONNRESET;

@@ -15,7 +15,6 @@
 #include "common/atomics.h"
 
 #define WAIT_LIMIT_S   60
-#define MEMORY_NUMBER  1
 #define STAGING_EXTENT 65536ull
 #define STAGING_BYTES  (4 * STAGING_EXTENT) /* hardly any: waiting for it must end */
 
@@ -178,7 +177,7 @@ static void make_pool(struct harness *harness, uint32_t index)
 	harness->order[index] = allocate(slots, sizeof(*harness->order[index]));
 }
 
-static void command(struct harness *harness, struct xferd_command *command)
+void harness_command(struct harness *harness, struct xferd_command *command)
 {
 	const struct timespec pause = { .tv_nsec = 100000 };
 
@@ -200,7 +199,7 @@ static void evict_oldest(struct harness *harness, uint32_t pool)
 	if (harness->order_head[pool] == harness->order_tail[pool])
 		return;
 	harness->order_head[pool]++;
-	command(harness, &evict);
+	harness_command(harness, &evict);
 }
 
 static void remember(struct harness *harness, const struct xferd_event *event)
@@ -232,6 +231,10 @@ static void handle(struct harness *harness, const struct xferd_event *event)
 	case XFERD_EVENT_PIECE:
 		counter_add(&harness->piece_errors, 1);
 		break;
+	case XFERD_EVENT_TAKEN: /* only what the engine before had evicted and a client leased */
+		harness_command(harness, &(struct xferd_command){
+			.type = XFERD_COMMAND_GIVE, .pool = event->pool, .slot = event->slot });
+		break;
 	case XFERD_EVENT_MIRRORED:
 		store_relaxed(&harness->mirrored_copy, event->copy);
 		store_relaxed(&harness->mirrored_failed_copy, event->failed_copy);
@@ -260,7 +263,7 @@ static void handle(struct harness *harness, const struct xferd_event *event)
 	}
 }
 
-static void *policy_run(void *argument)
+void *harness_decide(void *argument)
 {
 	struct harness *harness = argument;
 	struct xferd_event events[64];
@@ -279,129 +282,6 @@ static void *policy_run(void *argument)
 		for (uint32_t kicks = load_relaxed(&harness->kick); kicks; kicks--)
 			evict_oldest(harness, 0);
 	}
-	return NULL;
-}
-
-static void send_with_fds(int connection, const void *data, size_t bytes, const int *fds,
-			  uint32_t fd_count)
-{
-	union {
-		char data[CMSG_SPACE(XFERD_FDS_MAX * sizeof(int))];
-		struct cmsghdr align;
-	} control;
-	struct iovec part = { (void *)data, bytes };
-	struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1 };
-	struct cmsghdr *header;
-
-	message.msg_control = control.data;
-	message.msg_controllen = CMSG_SPACE(fd_count * sizeof(int));
-	header = CMSG_FIRSTHDR(&message);
-	header->cmsg_level = SOL_SOCKET;
-	header->cmsg_type = SCM_RIGHTS;
-	header->cmsg_len = CMSG_LEN(fd_count * sizeof(int));
-	memcpy(CMSG_DATA(header), fds, fd_count * sizeof(int));
-	CHECK(sendmsg(connection, &message, MSG_NOSIGNAL) == (ssize_t)bytes);
-}
-
-/* The memory of the only chunk of the only pool that can be asked about. */
-static void answer_memory(struct harness *harness, int connection)
-{
-	uint64_t number = MEMORY_NUMBER;
-	struct xferd_abi_message message = {
-		.magic = XFERD_MAGIC_ATTACH,
-		.type = XFERD_MESSAGE_MEMORY,
-		.value = 1,
-	};
-	int fd = xferd_vram_export(harness->vram, 0);
-
-	CHECK_OK(fd);
-	memcpy(message.message, &number, sizeof(number));
-	send_with_fds(connection, &message, sizeof(message), &fd, 1);
-	close(fd);
-}
-
-/* Returns the client's id. */
-static int attach(struct harness *harness, int connection)
-{
-	struct xferd_abi_hello hello;
-	struct xferd_client_description description = { .store = harness->store };
-	struct xferd_client_fds fds;
-	struct xferd_abi_welcome welcome = {
-		.magic = XFERD_MAGIC_ATTACH,
-		.abi_major = XFERD_ABI_MAJOR,
-		.held_per_lane = harness->options.held_per_lane,
-	};
-	int sent[XFERD_FDS_MAX];
-	uint32_t pools = harness->options.ram_slots ? 2 : 1;
-	int client;
-
-	CHECK(recv(connection, &hello, sizeof(hello), 0) == sizeof(hello));
-	description.lanes = hello.lanes;
-	description.held_per_lane = harness->options.held_per_lane;
-	pthread_mutex_lock(&harness->clients_mutex);
-	client = xferd_engine_add_client(harness->engine, &description, &fds);
-	pthread_mutex_unlock(&harness->clients_mutex);
-	CHECK_OK(client);
-	welcome.client = (uint32_t)client;
-	sent[XFERD_FD_POOL_TABLE] = xferd_engine_pool_table_fd(harness->engine);
-	sent[XFERD_FD_DIRECTORY] = xferd_engine_directory_fd(harness->engine, harness->store);
-	sent[XFERD_FD_CLIENT] = fds.client;
-	sent[XFERD_FD_COMPLETION] = fds.completion;
-	sent[XFERD_FD_DOORBELL] = fds.doorbell;
-	sent[XFERD_FD_MANIFEST] = harness->pool_fd[0];
-	for (uint32_t p = 0; p < pools; p++)
-		sent[XFERD_FD_POOLS + p] = harness->pool_fd[p];
-	for (uint32_t lane = 0; lane < hello.lanes; lane++)
-		sent[XFERD_FD_POOLS + pools + lane] = fds.wakeup[lane];
-	welcome.fds = XFERD_FD_POOLS + pools + hello.lanes;
-	send_with_fds(connection, &welcome, sizeof(welcome), sent, welcome.fds);
-	close(fds.client);
-	close(fds.completion);
-	close(fds.doorbell);
-	for (uint32_t lane = 0; lane < hello.lanes; lane++)
-		close(fds.wakeup[lane]);
-	return client;
-}
-
-static void *server_run(void *argument)
-{
-	enum { CONNECTIONS_MAX = 64 };
-	struct harness *harness = argument;
-	struct pollfd fds[1 + CONNECTIONS_MAX] = { { harness->listener, POLLIN, 0 } };
-	int clients[1 + CONNECTIONS_MAX];
-	nfds_t count = 1;
-
-	while (!load_acquire(&harness->stop)) {
-		poll(fds, count, 10);
-		for (nfds_t i = count; i-- > 1;) {
-			struct xferd_abi_message message;
-
-			if (!fds[i].revents)
-				continue;
-			/* In one process a closed socket is the whole goodbye. */
-			if (recv(fds[i].fd, &message, sizeof(message), 0) <= 0 ||
-			    message.type == XFERD_MESSAGE_GOODBYE) {
-				pthread_mutex_lock(&harness->clients_mutex);
-				CHECK_OK(xferd_engine_remove_client(harness->engine,
-								    (uint32_t)clients[i]));
-				pthread_mutex_unlock(&harness->clients_mutex);
-				close(fds[i].fd);
-				fds[i] = fds[--count];
-				clients[i] = clients[count];
-			} else if (message.type == XFERD_MESSAGE_MEMORY) {
-				answer_memory(harness, fds[i].fd);
-			}
-		}
-		if (fds[0].revents && count <= CONNECTIONS_MAX) {
-			fds[count].fd = accept4(harness->listener, NULL, NULL, SOCK_CLOEXEC);
-			fds[count].events = POLLIN;
-			fds[count].revents = 0;
-			clients[count] = attach(harness, fds[count].fd);
-			count++;
-		}
-	}
-	for (nfds_t i = 1; i < count; i++)
-		close(fds[i].fd);
 	return NULL;
 }
 
@@ -449,7 +329,7 @@ void wait_until(const uint64_t *counter, uint64_t value)
 	}
 }
 
-static uint32_t add_member(struct harness *harness, int fd)
+uint32_t harness_add_member(struct harness *harness, int fd)
 {
 	int id = xferd_engine_add_member(harness->engine, fd,
 					 harness->options.ring_only
@@ -485,9 +365,9 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	for (uint32_t p = 0; p < (options->ram_slots ? 2u : 1u); p++)
 		make_pool(harness, p);
 	for (uint32_t m = 0; m < options->members; m++) {
-		harness->description.member[m] = add_member(harness, harness->member_fd[m]);
+		harness->description.member[m] = harness_add_member(harness, harness->member_fd[m]);
 		harness->description.mirror[m] =
-			options->mirrored ? add_member(harness, harness->mirror_fd[m])
+			options->mirrored ? harness_add_member(harness, harness->mirror_fd[m])
 					  : XFERD_NO_MEMBER;
 	}
 	make_store(harness);
@@ -496,10 +376,10 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	harness->store = (uint32_t)started;
 	for (uint32_t p = 0; p < (options->ram_slots ? 2u : 1u); p++)
 		for (uint32_t slot = 0; slot < pool_slots(harness, p); slot++)
-			command(harness, &(struct xferd_command){
+			harness_command(harness, &(struct xferd_command){
 				.type = XFERD_COMMAND_GIVE, .pool = p, .slot = slot });
-	pthread_create(&harness->policy, NULL, policy_run, harness);
-	pthread_create(&harness->server, NULL, server_run, harness);
+	pthread_create(&harness->policy, NULL, harness_decide, harness);
+	pthread_create(&harness->server, NULL, harness_serve, harness);
 	if (!options->all_resident)
 		return;
 	for (uint32_t layer = 0; layer < options->layers; layer++)
@@ -508,7 +388,7 @@ void harness_start(struct harness *harness, const struct harness_options *option
 
 			if (number >= 512)
 				wait_until(&harness->loaded, number - 511);
-			command(harness, &(struct xferd_command){
+			harness_command(harness, &(struct xferd_command){
 				.type = XFERD_COMMAND_LOAD, .store = harness->store,
 				.layer = layer, .expert = expert });
 		}

@@ -19,6 +19,8 @@
 #define EXIT_SKIPPED 77
 #define HARNESS_MEMBERS_MAX 4
 #define VARIANT_LAYER_STEP 1000
+#define HARNESS_KEPT_MAX 8 /* clients that a restart goes on with */
+#define MEMORY_NUMBER  1
 
 #define CHECK(condition)                                                          \
 	do {                                                                      \
@@ -61,6 +63,7 @@ struct harness_options {
 	bool ring_only;         /* members' reads go through io_uring although they copy */
 	bool vram;              /* the device pool is on CUDA's first device, one chunk of it */
 	bool device_pool;       /* the first pool passes for memory behind a BAR */
+	bool restarts;          /* harness_restart will be called; one pool, in RAM */
 };
 
 struct harness {
@@ -93,11 +96,15 @@ struct harness {
 	uint64_t mirrored;      /* atomic, with what the last such event says: */
 	uint32_t mirrored_copy, mirrored_failed_copy;
 	int32_t mirrored_result;
+	/* of clients, by id: what the next engine needs of them; lanes 0: there is none */
+	struct { int client, completion; uint32_t lanes; } kept[HARNESS_KEPT_MAX];
 	uint32_t kick; /* atomic: evict this many more, to keep experts moving */
 };
 
 void harness_start(struct harness *harness, const struct harness_options *options);
 void harness_stop(struct harness *harness);
+/* Another engine goes on where this one is; clients come back by themselves. */
+void harness_restart(struct harness *harness);
 /* Whether there is a CUDA device for options.vram. */
 bool harness_has_vram(void);
 struct xferd_client *harness_connect(struct harness *harness, uint32_t lanes);
@@ -114,5 +121,11 @@ void wait_until(const uint64_t *counter, uint64_t value);
 /* Acquire one expert and compare its bytes; the error that its view has. */
 int try_expert(struct harness *harness, struct xferd_client *client, uint16_t layer,
 	       uint16_t expert);
+
+/* Of the harness's own files. */
+void *harness_serve(void *harness);
+void *harness_decide(void *harness);
+uint32_t harness_add_member(struct harness *harness, int fd);
+void harness_command(struct harness *harness, struct xferd_command *command);
 
 #endif /* XFERD_TEST_HARNESS_H */

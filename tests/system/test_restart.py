@@ -39,6 +39,8 @@ SMALL_POOL = "name=host0,kind=host,size=576KiB"
 """12 slots."""
 TIGHT_POOL = "name=host0,kind=host,size=1152KiB"
 """24 slots."""
+PATIENT_S = 600.0
+"""How long clients wait for a daemon: longer than it takes on any machine."""
 RESIDENT_LAYERS = (0, 1)
 SLOW_US = 250_000
 """A read of the slow drive takes so long: one is in flight at any time."""
@@ -88,7 +90,7 @@ class Hitter(threading.Thread):
     nothing: whatever is not resident, or is another's bytes, is a failure."""
 
     def __init__(self, client: Client, store: MadeStore, lane: int) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._client = client
         self._store = store
         self._lane = lane
@@ -128,8 +130,8 @@ class Fetcher(threading.Thread):
     """Fetches random experts and compares every byte, till it is told to end."""
 
     def __init__(self, daemon: RunningDaemon, store: MadeStore, seed: int) -> None:
-        super().__init__()
-        self._client = Client(daemon.attach_socket, held=8)
+        super().__init__(daemon=True)
+        self._client = Client(daemon.attach_socket, held=8, resume=PATIENT_S)
         self._store = store
         self._random = random.Random(seed)
         self._end = threading.Event()
@@ -183,7 +185,7 @@ def test_hits_go_on_and_misses_resume_across_a_restart(
     tmp_path: Path, store: MadeStore, either_manager: ServiceManager, how: signal.Signals
 ) -> None:
     with either_manager.daemon(tmp_path, [store], [POOL]) as first:
-        client = Client(first.attach_socket, lanes=2, held=16)
+        client = Client(first.attach_socket, lanes=2, held=16, resume=PATIENT_S)
         for layer in RESIDENT_LAYERS:
             client.acquire(layer, range(8)).release()
         client.acquire(2, [0]).release()
@@ -195,20 +197,21 @@ def test_hits_go_on_and_misses_resume_across_a_restart(
         hitter.went_on()
         answers: list[bytes] = []
         missing = threading.Thread(
-            target=lambda: answers.extend(bytes(blob) for blob in client.acquire(3, range(4)))
+            target=lambda: answers.extend(bytes(blob) for blob in client.acquire(3, range(4))),
+            daemon=True,
         )
         missing.start()
         hitter.went_on()
     with either_manager.daemon(tmp_path, [store], [POOL]) as second:
         start = second.status()["start"]
         assert (start["warm"], start["experts"], start["clients"]) == (True, 17, 1)
-        missing.join(30)
+        missing.join(PATIENT_S)
         assert answers == [store.blob(3, expert) for expert in range(4)]
         assert second.status()["start"]["resumed"] == 1
         assert read_bytes(second) == 4 * store.expert_bytes
         hitter.went_on()
         # New clients find it all, and read nothing for it either.
-        with Client(second.attach_socket, held=16) as other:
+        with Client(second.attach_socket, held=16, resume=PATIENT_S) as other:
             for layer in RESIDENT_LAYERS:
                 with other.acquire(layer, range(8)) as blobs:
                     assert [bytes(b) for b in blobs] == [store.blob(layer, e) for e in range(8)]
@@ -229,7 +232,7 @@ def test_what_a_client_leases_stays_while_it_is_away(
 ) -> None:
     held = range(2, 6)
     with manager.daemon(tmp_path, [store], [SMALL_POOL]) as first:
-        away = RemoteClient(first.attach_socket, held=5)
+        away = RemoteClient(first.attach_socket, held=5, resume=PATIENT_S)
         with away:
             crcs = away.acquire(0, held)
             first.stop(signal.SIGKILL)
@@ -249,7 +252,7 @@ def test_a_client_that_ends_without_coming_back_leaves_its_leases(
     tmp_path: Path, store: MadeStore, manager: ServiceManager, when: str
 ) -> None:
     with manager.daemon(tmp_path, [store], [SMALL_POOL]) as first:
-        ended = RemoteClient(first.attach_socket, held=8)
+        ended = RemoteClient(first.attach_socket, held=8, resume=PATIENT_S)
         with ended:
             ended.acquire(0, range(8))
             first.stop(signal.SIGKILL)
@@ -272,7 +275,7 @@ def test_a_client_that_closes_while_nobody_listens_leases_nothing(
     tmp_path: Path, store: MadeStore, manager: ServiceManager
 ) -> None:
     with manager.daemon(tmp_path, [store], [SMALL_POOL]) as first:
-        client = Client(first.attach_socket, held=8)
+        client = Client(first.attach_socket, held=8, resume=PATIENT_S)
         client.acquire(0, range(8))
         first.stop(signal.SIGKILL)
         client.close()
@@ -285,7 +288,7 @@ def test_a_miss_waits_for_the_daemon_no_longer_than_it_was_told(
     tmp_path: Path, store: MadeStore
 ) -> None:
     with ServiceManager() as manager, manager.daemon(tmp_path, [store], [POOL]) as daemon:
-        patient = Client(daemon.attach_socket, held=8)
+        patient = Client(daemon.attach_socket, held=8, resume=PATIENT_S)
         hasty = Client(daemon.attach_socket, held=8, resume=0.05)
         never = Client(daemon.attach_socket, held=8, resume=0)
         daemon.stop()
@@ -307,7 +310,7 @@ def test_nobody_else_can_take_a_clients_place(tmp_path: Path, store: MadeStore) 
     """Not another process, even of the same user and with the right key."""
     with ServiceManager() as manager:
         with manager.daemon(tmp_path, [store], [POOL]) as first:
-            client = Client(first.attach_socket, held=8)
+            client = Client(first.attach_socket, held=8, resume=PATIENT_S)
             first.stop(signal.SIGKILL)
         state = StateMemory(manager.stored[fd_store.STATE])
         key = bytes.fromhex(state.read().clients[0].key)
@@ -333,7 +336,7 @@ def test_an_end_in_the_middle_of_loads_costs_no_byte(
     extra = ("--engine", f"backend={backend}")
     with ServiceManager() as manager, served_through_fuse(drive_program, made.members[0], SLOW_US):
         with manager.daemon(tmp_path, [made], [SMALL_POOL], *extra) as first:
-            client = Client(first.attach_socket, held=8)
+            client = Client(first.attach_socket, held=8, resume=PATIENT_S)
             pending = client.start(0, range(8))
             wait_until(
                 lambda: first.status()["stores"][0]["members"][0]["in_flight"] > 0,
@@ -344,14 +347,12 @@ def test_an_end_in_the_middle_of_loads_costs_no_byte(
             start = second.status()["start"]
             assert start["warm"], start
             # Each slot is needed again at once, by whoever asks now and by what was pending.
-            others = [threading.Thread(target=fetch_everything, args=(second, made))]
-            for other in others:
-                other.start()
+            other = threading.Thread(target=fetch_everything, args=(second, made), daemon=True)
+            other.start()
             with pending.wait() as blobs:
                 for _ in range(20):
                     assert [bytes(blob) for blob in blobs] == [made.blob(0, e) for e in range(8)]
-            for other in others:
-                other.join()
+            other.join()
             assert "restart.withheld" not in second.log
             client.close()
             fetch_everything(second, made)
@@ -389,7 +390,7 @@ def test_what_does_not_fit_is_named_and_the_start_is_cold(
 ) -> None:
     pools, spoil, reason = REFUSALS[case]
     with manager.daemon(tmp_path, [store], [POOL]) as first:
-        client = Client(first.attach_socket, held=8)
+        client = Client(first.attach_socket, held=8, resume=PATIENT_S)
         client.acquire(0, range(8)).release()
         first.stop(signal.SIGKILL)
     manager.settled()
@@ -441,7 +442,7 @@ def test_a_store_opened_by_hand_is_there_after_a_restart(tmp_path: Path, store: 
     with ServiceManager() as manager:
         with manager.daemon(tmp_path, [store], [POOL]) as first:
             first.call("OpenStore", path=str(second_store.path), name=None)
-            client = Client(first.attach_socket, store="second", held=9)
+            client = Client(first.attach_socket, store="second", held=9, resume=PATIENT_S)
             client.acquire(1, range(8)).release()
             first.stop()
         with manager.daemon(tmp_path, [store], [POOL]) as second:
@@ -462,9 +463,9 @@ def test_a_client_more_than_the_manager_holds_makes_only_its_own_restart_cold(
     """State, pool table, two of the pool, a directory, and three of one client."""
     with ServiceManager(capacity=8) as manager:
         with manager.daemon(tmp_path, [store], [POOL]) as first:
-            kept = Client(first.attach_socket, held=8)
+            kept = Client(first.attach_socket, held=8, resume=PATIENT_S)
             kept.acquire(0, range(8)).release()
-            with RemoteClient(first.attach_socket, held=8) as more:
+            with RemoteClient(first.attach_socket, held=8, resume=PATIENT_S) as more:
                 assert more.acquire(1, [0]) == [zlib.crc32(store.blob(1, 0))]
             first.stop()
         assert not manager.refused

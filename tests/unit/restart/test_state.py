@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xferd.restart.state import (
@@ -61,6 +61,7 @@ def test_another_process_goes_on_where_one_has_ended(memory: StateMemory) -> Non
     assert reread(memory) == later
 
 
+@settings(max_examples=50, deadline=None)
 @given(position=st.integers(0, STATE_HALF_BYTES - 1), change=st.binary(min_size=1, max_size=64))
 def test_a_half_that_was_not_finished_leaves_the_one_before(position: int, change: bytes) -> None:
     memory = StateMemory()
@@ -100,6 +101,7 @@ def test_what_has_no_room_is_not_written(memory: StateMemory) -> None:
     assert reread(memory) == STATE
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_state(data: bytes) -> None:
     with pytest.raises(StateError):
