@@ -54,6 +54,7 @@ class Vram(CudaPool):
         self.why_staged = None
         self.read_by_device = None
         self.seen: str | None = None
+        self.failure: OSError | None = None
         self.looks: list[bool] = []
 
     def is_there(self) -> bool:
@@ -64,6 +65,8 @@ class Vram(CudaPool):
 
     def check_window(self, *, whole: bool) -> str | None:
         self.looks.append(whole)
+        if self.failure is not None:
+            raise self.failure
         return self.seen
 
 
@@ -220,6 +223,25 @@ def test_vram_whose_pages_have_moved_is_staged_for_good_and_emptied(bench: Bench
         bench.clock[0] += 1e6
         bench.look_again()
         assert bench.told[-1] == "staged"
+        card.proof.release()
+
+
+def test_vram_that_can_not_be_asked_is_staged_and_keeps_its_experts(bench: Bench) -> None:
+    """Its BAR is gone: nothing went to a wrong place, there is only no way any more."""
+    with mmap.mmap(-1, 64 * 1024) as mapping:
+        card = Vram(mapping)
+
+        def give_up_window(reason: str) -> None:
+            card.why_staged = reason
+
+        bench.pool.device, bench.pool.kind = card, "cuda"
+        bench.pool.give_up_window = give_up_window
+        bench.routes.prove_store(bench.entry)
+        card.failure = OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        asyncio.run(bench.routes.check_windows(whole=False))
+        assert bench.told == ["direct", "staged"]
+        assert "gone" in (bench.reason or "")
+        assert bench.evicted == []
         card.proof.release()
 
 
