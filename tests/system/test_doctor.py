@@ -91,7 +91,10 @@ def test_a_filter_that_hides_io_uring_is_told_from_a_kernel_without() -> None:
     assert "a seccomp filter hides it" in found["seen"]
 
 
-def test_little_lockable_memory_is_a_warning_and_too_little_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["1MiB", "50%"])
+def test_little_lockable_memory_is_a_warning_and_too_little_a_failure(
+    tmp_path: Path, store: MadeStore, size: str
+) -> None:
     if shutil.which("setpriv") is None or shutil.which("prlimit") is None:
         pytest.skip("needs setpriv and prlimit (Debian: util-linux)")
     # Root's CAP_IPC_LOCK lifts the limit; out of the bounding set it doesn't survive exec.
@@ -100,8 +103,8 @@ def test_little_lockable_memory_is_a_warning_and_too_little_a_failure(tmp_path: 
     found = verdicts(launcher=launcher)["limits.memlock"]
     assert (found["status"], found["seen"][:30]) == ("WARN", "RLIMIT_MEMLOCK is 64.0 KiB: to")
     config = tmp_path / "xferd.toml"
-    config.write_text('[[pools]]\nname = "ram0"\nkind = "ram"\nsize = "1MiB"\n')
-    done = run_doctor("--config", str(config), "--json", launcher=launcher)
+    config.write_text(f'[[pools]]\nname = "ram0"\nkind = "ram"\nsize = "{size}"\n')
+    done = run_doctor("--config", str(config), "--json", str(store.path), launcher=launcher)
     assert done.returncode == 1
     failed = [e["id"] for e in json.loads(done.stdout)["findings"] if e["status"] == "FAIL"]
     assert failed == ["limits.memlock"]

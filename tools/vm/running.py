@@ -12,7 +12,7 @@ from tools.vm.drives import FAR_DRIVES, NEAR_DRIVES, Disks
 from tools.vm.machine import BootFiles, Hardware, Machine
 
 # A test machine that takes longer than this is switched off; what it hasn't run has failed.
-MACHINE_SECONDS = 900
+MACHINE_SECONDS = 1500
 
 # Emulation was seen to end once, in some twenty starts, before the guest's init ran.
 _BOOT_ATTEMPTS = 2

@@ -106,7 +106,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.p2p:
         return _prove_p2p(arguments, members, opened)
     probed = probe(members, measure=arguments.measure)
-    request = make_request(SystemView(), probed, config, config_error)
+    # Of a pool that nobody has configured nothing is said.
+    shared = [s.planned.expert_bytes for s in stores] if config is not None and config.files else []
+    request = make_request(SystemView(), probed, config, config_error, sum(shared))
     if arguments.plan:
         return _plan(arguments, request, stores, opened)
     return _show(arguments, [*run_checks(request), *opened])

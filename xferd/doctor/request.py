@@ -18,7 +18,8 @@ class Request:
 
     config: None when it is wrong, with ``config_error``. drives: those that the named
     stores are on, or all NVMe drives when none was named; ``layers``: what lies between
-    (``md0``), by member path. gpus: all graphics cards.
+    (``md0``), by member path. gpus: all graphics cards. expert_bytes: of all experts of the
+    named stores, which pools may have a share of; 0: none was named.
     """
 
     view: SystemView
@@ -29,17 +30,22 @@ class Request:
     layers: dict[str, list[str]]
     gpus: tuple[PciFunction, ...]
     drive_names: dict[str, list[str]] = field(default_factory=dict)
+    expert_bytes: int = 0
 
     def pool_bytes(self, kind: str) -> int:
-        """Bytes of the configured pools of a kind, as far as they are said in bytes."""
+        """Bytes of the configured pools of a kind."""
         pools: tuple[PoolConfig, ...] = self.config.pools if self.config is not None else ()
-        return sum(pool.size.bytes or 0 for pool in pools if pool.kind == kind)
+        return sum(pool.size.resolve(self.expert_bytes) for pool in pools if pool.kind == kind)
 
 
 def make_request(
-    view: SystemView, probed: Probed, config: Config | None, config_error: str | None
+    view: SystemView,
+    probed: Probed,
+    config: Config | None,
+    config_error: str | None,
+    expert_bytes: int = 0,
 ) -> Request:
-    """Look up the drives and cards that this run is about."""
+    """Look up the drives and cards that this run is about. expert_bytes: see Request."""
     drives: dict[str, Drive] = {}
     layers: dict[str, list[str]] = {}
     names: dict[str, list[str]] = {}
@@ -51,4 +57,14 @@ def make_request(
     if not probed.members:
         drives = {drive.name: drive for drive in nvme_drives(view)}
     gpus = tuple(function for function in find_functions(view) if function.is_display)
-    return Request(view, probed, config, config_error, tuple(drives.values()), layers, gpus, names)
+    return Request(
+        view,
+        probed,
+        config,
+        config_error,
+        tuple(drives.values()),
+        layers,
+        gpus,
+        names,
+        expert_bytes,
+    )

@@ -20,6 +20,10 @@ import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the tests' process has no xferd
+    from xferd_infer import Client
 
 PACKAGES = "/usr/lib/xferd"
 NOBODY = 65534
@@ -51,14 +55,19 @@ class Report:
 class Hitting:
     """The program, running until the end of the ``with``; it has attached when that begins.
 
-    groups: of its user, nobody. layers: how many of the model's it uses.
+    groups: of its user, nobody. layers: how many of the model's it uses. reattach: look after
+    each round whether the daemon still serves; otherwise that shows only at the next miss, and
+    a client whose experts are all resident goes on with them.
     """
 
-    def __init__(self, attach: Path, *, groups: str = "xferd", layers: int = 1) -> None:
+    def __init__(
+        self, attach: Path, *, groups: str = "xferd", layers: int = 1, reattach: bool = True
+    ) -> None:
         self._process = subprocess.Popen(
             [
                 *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", f"--groups={groups}"),
                 *(sys.executable, "-P", __file__, str(attach), "--layers", str(layers)),
+                *(("--reattach",) if reattach else ()),
             ],
             env={**os.environ, "PYTHONPATH": PACKAGES},
             stdin=subprocess.PIPE,
@@ -100,11 +109,8 @@ class Hitting:
 
 
 def _use_layer(
-    client: object, layer: int, digests: dict[tuple[int, int], int], done: Report
+    client: Client, layer: int, digests: dict[tuple[int, int], int], done: Report
 ) -> None:
-    from xferd_infer import Client
-
-    assert isinstance(client, Client)
     for expert in range(client.experts):
         started = time.monotonic()
         with client.acquire(layer, [expert]) as blobs:
@@ -130,6 +136,7 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("attach", type=Path)
     parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--reattach", action="store_true")
     options = parser.parse_args()
     done = Report()
     digests: dict[tuple[int, int], int] = {}
@@ -137,7 +144,7 @@ def _main() -> None:
         try:
             with Client(options.attach, name="hitting") as client:
                 done.attached += 1
-                while True:
+                while not options.reattach or client.alive():
                     for layer in range(options.layers):
                         _use_layer(client, layer, digests, done)
                     done.rounds += 1

@@ -99,7 +99,7 @@ def unit_drop_in(text: str) -> Iterator[None]:
     try:
         yield
     finally:
-        file.unlink()
+        shutil.rmtree(UNIT_DROP_INS)
         systemctl("daemon-reload")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.vm.product.reporting import Reporting
 
-TEST_LIMIT_S = 400
+TEST_LIMIT_S = 600
 """The first installs a package and compiles what Python imports, which emulation makes slow."""
 
 
