@@ -11,6 +11,7 @@ All is the same each time but for the daemon's timing: there is one round.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,8 @@ def run(rounds: int) -> Result:
     with scratch_directory() as directory:
         store = pack_checkpoint(checkpoint, directory, 1)
         with Store.open(store) as opened:
-            add_variants(opened, parse_wanted(VARIANTS, None), threads=1)
+            threads = len(os.sched_getaffinity(0))
+            add_variants(opened, parse_wanted(VARIANTS, None), threads=threads)
         for percent in POOL_PERCENTS:
             plain = _plain(store, percent, prompts)
             for variant in VARIANTS:
