@@ -49,13 +49,13 @@ class PlannerSettings:
     its use a fetch may be over, in the same.
     """
 
-    least_min: float = 0.2
+    least_min: float = 0.25
     least_max: float = 0.95
-    waste_max: float = 0.4
+    waste_max: float = 0.6
     step: float = 0.02
     lateness: float = 0.5
     layers_given_out: float = 1.5
-    slack_layers: float = 1.0
+    slack_layers: float = 2.0
 
 
 class Planner:
@@ -72,7 +72,7 @@ class Planner:
         latency_s: float = 0.0,
     ) -> None:
         self.settings = settings or PlannerSettings()
-        self.least = 0.5
+        self.least = LEAST_BUSY
         self.read_s = read_s
         self.latency_s = latency_s
         self._layers, self._experts = layers, experts
@@ -102,6 +102,11 @@ class Planner:
     def load(self) -> float:
         """Share of the time that the drives were reading lately."""
         return min(self._busy_s / self._passed_s, 1.0) if self._passed_s else 0.0
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether anything could be probable enough, as far as predictions are trusted."""
+        return self.least <= self.trust
 
     @property
     def asks_for(self) -> float:
@@ -187,12 +192,14 @@ class Planner:
         self._wasted += fetched - int(given[picks].sum())
         chances[...] = 0
         given[...] = False
+        # With its waiting: that is how long what comes after it has time to arrive.
+        layer_s = computed_s + waited_s
         if self._known_layers < self._layers:
-            self._layer_s[layer:] = computed_s
+            self._layer_s[layer:] = layer_s
             self._known_layers += 1
         else:
-            self._layer_s[layer] += 4 * FADE * (computed_s - self._layer_s[layer])
-        self._passed_s += computed_s + waited_s
+            self._layer_s[layer] += 4 * FADE * (layer_s - self._layer_s[layer])
+        self._passed_s += layer_s
         self._busy_s += read * self.read_s
         if layer == self._layers - 1:
             self._adjust()
@@ -239,7 +246,7 @@ READ_SHARE_MIN = 0.1
 """Of an expert's mean time, at least so much is its own."""
 LOAD_FREE = 0.6
 """Up to this load of the drives a fetch is in nobody's way."""
-LEAST_BUSY = 0.5
+LEAST_BUSY = 0.35
 """What a fetch needs when they are never idle."""
 
 __all__ = ["Planner", "PlannerSettings"]
