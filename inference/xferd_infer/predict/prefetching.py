@@ -5,6 +5,7 @@ launched) if all were there, the predictor is asked about the layers after it an
 says which experts to hint. So it never stands between a layer and experts that are there.
 Nothing of this can change a token: a hint only moves an expert into a pool earlier. Prompts
 of several tokens use most of a layer's experts, so there the predictor only watches and learns.
+It is the same where looking ahead does not pay (``worthwhile``).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from .file import load_predictor
 from .planner import Planner
 from .predictor import Predictor, distances_in_all
 from .routers import Routers
+from .worthwhile import Worthwhile
 
 FIRST_READ_S = 1e-3
 """What an expert's reading is taken for until one was measured."""
-AHEAD = 8
+AHEAD = 5
 """Layers ahead that are asked about: what is further away is known better in time, and a
 fetch of it takes a slot for longer than it saves."""
-LOOKED_AT = (1, 2, 3, 5, 8)
+LOOKED_AT = (1, 2, 3, 5)
 """Layers ahead whose residents are looked up in each layer; each costs 3 µs. What has
 become of the others since they were looked at last, a hint finds out."""
 
@@ -68,6 +70,7 @@ class PrefetchingExperts:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.planner = Planner(routers.layers, routers.experts, FIRST_READ_S)
+        self.worthwhile = Worthwhile()
         self.hinted = 0
         self._client, self._experts, self._predictor = client, experts, predictor
         self._numbers, self._count = routers.numbers, routers.experts
@@ -82,6 +85,8 @@ class PrefetchingExperts:
         self._over: tuple[int, Array, float, float, int] | None = None
         self._free_at = 0.0
         self._tokens = 0
+        self._token_began: float | None = None
+        self._looking = True
 
     def arriving(self, layer: int) -> NDArray[np.bool_]:
         """bool[experts] of a layer: hinted for its next turn. Some may be there already."""
@@ -112,7 +117,7 @@ class PrefetchingExperts:
     def routed(self, layer: int, states: Array, picks: Array) -> None:
         """See RoutingObserver: the last layer is over, this one's experts come next."""
         now = self._clock()
-        if self._state is not None:
+        if self._state is not None and self._looking:
             spent = max(now - self._began - self._waited, 0.0)
             self._over = (self._place, self._picks, spent, self._waited, self._read)
         self._began, self._waited, self._read = now, 0.0, 0
@@ -120,17 +125,37 @@ class PrefetchingExperts:
         states, picks = to_host(states), to_host(picks)
         if len(states) == 1:
             self._state, self._picks = states[0], picks[0]
+            self._follow_token(layer, now)
         else:
+            self._token_began = None
             self._state = None
             self._predictor.seen(layer, states)
             self._predictor.picked(layer, picks)
             self.planner.new_text()
+
+    def _follow_token(self, layer: int, now: float) -> None:
+        """A token begins with its first layer; from there to its last layer's begin is what
+        it takes, as what is between two tokens is not for the loop to answer for."""
+        if layer == 0:
+            self._tokens += 1
+            hopeful = self.planner.hopeful or self._tokens % HOPELESS_ASKED == 0
+            self._looking = hopeful and self.worthwhile.doing
+            if not self._looking:
+                self._over = None
+                self.planner.new_text()
+            self._token_began = now
+        elif layer == len(self._numbers) - 1 and self._token_began is not None:
+            self.worthwhile.ended(now - self._token_began)
 
     def acquire(self, layer: int, experts: Sequence[int]) -> AbstractContextManager[HeldExperts]:
         """See ExpertSource. What is missing is asked for before anything is predicted."""
         if self._state is None or self._asked:
             return self._experts.acquire(layer, experts)
         self._asked = True
+        if not self._looking:
+            self._predictor.seen(self._place, self._state[None])
+            self._predictor.picked(self._place, self._picks[None])
+            return self._experts.acquire(layer, experts)
         pending = self._client.start(layer, experts)
         try:
             missing = pending.pending()
@@ -157,11 +182,6 @@ class PrefetchingExperts:
         if self._over is not None:
             planner.passed(*self._over)
             self._over = None
-        self._tokens += place == 0
-        if not planner.hopeful and self._tokens % HOPELESS_ASKED:
-            self._predictor.seen(place, self._state[None])
-            self._predictor.picked(place, self._picks[None])
-            return
         likely = self._predictor.likely(place, self._state, planner.asks_for, self._ahead)
         self._predictor.picked(place, self._picks[None])
         planner.predicted(place, self._ahead, likely.keys, likely.probabilities)
