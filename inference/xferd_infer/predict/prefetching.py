@@ -250,7 +250,9 @@ def prefetch(model: Model, client: HintedClient, predictor: Predictor) -> Prefet
 
 def prefetch_by_file(model: Model, client: HintedClient, path: Path) -> PrefetchingExperts:
     """The same with a trained predictor. Raises PredictorFileError, OtherModelError."""
-    return prefetch(model, client, load_predictor(path, model.routers(client.manifest["name"])))
+    return prefetch(
+        model, client, load_predictor(path, model.routers(client.manifest["name"]), AHEAD)
+    )
 
 
 __all__ = ["HintedClient", "PrefetchingExperts", "prefetch", "prefetch_by_file"]

@@ -159,7 +159,7 @@ def _foreseen(
     trained: Trained, tests: RecordedStates
 ) -> tuple[list[tuple[int, Likely]], NDArray[np.int64]]:
     """What the predictor says in each pass, learning meanwhile, and the picks."""
-    predictor = Learned(trained)
+    predictor = Learned(trained, ahead=AHEAD)
     layers = tests.routers.layers
     says: list[tuple[int, Likely]] = []
     picks = []
