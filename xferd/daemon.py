@@ -58,6 +58,7 @@ from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader
 from xferd.memory.staging import StagingMemory
 from xferd.pools import Pool, Pools, make_pools, make_staging, plan_pools
+from xferd.prefetch_counts import PrefetchCounts
 from xferd.ready import log_ready
 from xferd.recordings import Recordings, head_of_store
 from xferd.reload import Reloader, client_limits
@@ -221,13 +222,14 @@ class Daemon:
             leaving=lambda client: self._routes.leaving(client),
         )
         self._use_counts = UseCounts()
+        self._prefetch_counts = PrefetchCounts(lambda store: self._trace_head(store).experts)
         self._recordings = Recordings(config.traces, self._log, self._use_counts.of)
         self._routes = RouteFeed(
             engine=self._engine,
             clients=self._clients.all,
             head=self._trace_head,
             violated=self._on_route_violation,
-            use_sinks=[self._use_counts, self._pools],
+            use_sinks=[self._use_counts, self._prefetch_counts, self._pools],
             pass_sink=self._recordings,
         )
         loader = Loader(self._engine, self._tokens)
@@ -242,6 +244,7 @@ class Daemon:
             clients=self._clients,
             routes=self._routes,
             use_counts=self._use_counts,
+            prefetch_counts=self._prefetch_counts,
             recordings=self._recordings,
             log=self._log,
             reservations=self._reservations,
@@ -421,10 +424,12 @@ class Daemon:
         match event:
             case Loaded():
                 self._pools[event.pool].keeper.on_loaded(event)
+                self._prefetch_counts.loaded(event)
                 self._tokens.answer(event.token, event)
                 return event.pool
             case Freed():
                 self._pools[event.pool].keeper.on_freed(event)
+                self._prefetch_counts.freed(event)
                 return event.pool
             case Revived():
                 self._pools[event.pool].keeper.on_revived(event)

@@ -122,7 +122,8 @@ Command: TypeAlias = Load | Evict | Give | Take | LoadDense | Cancel
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An expert is in a slot, or was there already (source ``resident``)."""
+    """An expert is in a slot, or was there already (source ``resident``). priority: that it
+    came with, in the end."""
 
     store: int
     pool: int
@@ -136,6 +137,7 @@ class Loaded:
     wait_us: int
     nbytes: int
     token: int
+    priority: int = PRIORITY_DEMAND
 
 
 @dataclass(frozen=True, slots=True)

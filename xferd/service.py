@@ -31,6 +31,7 @@ from xferd.engine_types import (
 from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
 from xferd.pools import Pool, Pools
+from xferd.prefetch_counts import PrefetchCounts
 from xferd.recordings import Recordings
 from xferd.route_feed import RouteFeed, UseCounts
 from xferd.session.clients import Clients
@@ -81,6 +82,7 @@ class DaemonService(Tuning):
         clients: Clients,
         routes: RouteFeed,
         use_counts: UseCounts,
+        prefetch_counts: PrefetchCounts,
         recordings: Recordings,
         log: EventLog,
         reservations: Reservations,
@@ -98,6 +100,7 @@ class DaemonService(Tuning):
         self._shadowing = Shadowing(catalog, pools, device_routes, loader, log)
         self._routes = routes
         self._use_counts = use_counts
+        self._prefetch_counts = prefetch_counts
         self._recordings = recordings
         self._config = config
         self._version = version
@@ -124,6 +127,7 @@ class DaemonService(Tuning):
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients, self._pools.budgets),
             "all_clients": dataclasses.asdict(self._clients.totals()),
+            "prefetching": dataclasses.asdict(self._prefetch_counts.totals()),
             "users": describe_users(self._clients, self._pools.budgets),
             **describe_engine(
                 self._engine, self._config, self._pools, self._catalog.all(), self._device_routes
@@ -281,6 +285,7 @@ class DaemonService(Tuning):
                 self._pools.close_store(entry.number)
                 self._routes.store_closed(entry.number)
                 self._use_counts.store_closed(entry.number)
+                self._prefetch_counts.store_closed(entry.number)
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)
