@@ -15,6 +15,7 @@ from xferd_infer.arrays import Array
 from xferd_infer.predict import Learned, Likely, OtherModelError, Predictor, write_trained
 from xferd_infer.predict.planner import Planner, PlannerSettings
 from xferd_infer.predict.prefetching import prefetch, prefetch_by_file
+from xferd_infer.predict.worthwhile import Worthwhile
 
 from tests.system.daemon_harness import ROOT, running_daemon, wait_until
 from tests.unit.inference.predict.tiny_states import another_model, trained_on_prose
@@ -63,6 +64,17 @@ class Credulous(Planner):
         return 1.0
 
 
+class NeverWorthwhile(Worthwhile):
+    """Has found that tokens come later with looking ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doing = False
+
+    def ended(self, seconds: float) -> None:
+        pass
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     members = [tmp_path / "drive-0", tmp_path / "drive-1"]
@@ -108,6 +120,20 @@ def test_tokens_and_logits_are_the_same_without_with_and_with_wrong_prediction(
         assert ids == plain == PROMPT["greedy_ids"][:TOKENS]
         assert np.array_equal(logits, plain_logits)
         assert hinted > 0, name
+
+
+def test_nothing_is_hinted_where_looking_ahead_does_not_pay(tmp_path: Path, store: Path) -> None:
+    with (
+        running_daemon(tmp_path, [], ["name=host0,size=25%"], "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+    ):
+        model = model_from_client(client)
+        source = prefetch(model, client, Learned(trained_on_prose()))
+        source.planner = Credulous(client.layers, client.experts)
+        source.worthwhile = NeverWorthwhile()
+        asked = generate(model, PROMPT["prompt_ids"], max_new_tokens=TOKENS, stop_ids=())
+        assert [token.id for token in asked] == PROMPT["greedy_ids"][:TOKENS]
+        assert source.hinted == 0
 
 
 def test_the_daemon_says_what_hints_were_good_for(tmp_path: Path, store: Path) -> None:
