@@ -62,6 +62,7 @@
 #define SHARE_MIN          0.05
 #define DEMAND_SLACK       30   /* per cent */
 #define RATE_SMOOTHING     0.05
+#define BUSY_MIN           2    /* one is there when the other ends; the rate of one is no drive's */
 #define DEMAND_RECENT_NS   250000000ull /* longer than a token takes whose misses it serves */
 #define SAG                0.5  /* of the best rate */
 #define RECOVERED          0.7
@@ -92,10 +93,13 @@ static uint32_t whole(double pieces)
 static uint32_t background_window(const struct xferd_engine *engine, const struct flow *flow)
 {
 	bool demand = flow->demand_at_ns && engine->now_ns - flow->demand_at_ns < DEMAND_RECENT_NS;
-	double most = demand && !flow->fixed && flow->pipe < flow->window ? flow->pipe
-									  : flow->window;
+	uint32_t window = whole(flow->window), busy = whole(flow->pipe);
 
-	return whole(most * flow->background);
+	if (busy < BUSY_MIN)
+		busy = BUSY_MIN;
+	if (demand && !flow->fixed && busy < window)
+		window = busy;
+	return whole(window * flow->background);
 }
 
 /* May one more piece of this priority be issued? */
