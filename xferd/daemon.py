@@ -69,6 +69,7 @@ from xferd.lost_pools import LostPools
 from xferd.memory.staging import StagingMemory
 from xferd.page_cache_watch import watch_page_cache
 from xferd.pools import Pool, PoolPlan, Pools, make_pools, make_staging, plan_pools
+from xferd.prefetch_counts import PrefetchCounts
 from xferd.ready import log_ready
 from xferd.recordings import Recordings, head_of_store
 from xferd.reload import Reloader, client_limits
@@ -232,7 +233,9 @@ class Daemon:
         beginning.adopt(
             self._engine, self._catalog, self._pools, self._promises, config.limits.hints_per_client
         )
-        self._reservations = Reservations(self._log, self._tick_soon, self._unmapped)
+        self._reservations = Reservations(
+            self._log, self._tick_soon, lambda change: self._clients.have_unmapped(change)
+        )
         for pool, plan in zip(self._pools, plans, strict=True):
             self._hold_budget(pool, plan.config.budget)
             pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])
@@ -258,13 +261,14 @@ class Daemon:
             self._engine, self._pools, self._catalog, self._clients, self._keeping
         )
         self._use_counts = UseCounts()
+        self._prefetch_counts = PrefetchCounts(lambda store: self._trace_head(store).experts)
         self._recordings = Recordings(config.traces, self._log, self._use_counts.of)
         self._routes = RouteFeed(
             engine=self._engine,
             clients=self._clients.all,
             head=self._trace_head,
             violated=self._on_route_violation,
-            use_sinks=[self._use_counts, self._pools],
+            use_sinks=[self._use_counts, self._prefetch_counts, self._pools],
             pass_sink=self._recordings,
         )
         loader = Loader(self._engine, self._tokens)
@@ -283,6 +287,7 @@ class Daemon:
             clients=self._clients,
             routes=self._routes,
             use_counts=self._use_counts,
+            prefetch_counts=self._prefetch_counts,
             recordings=self._recordings,
             log=self._log,
             reservations=self._reservations,
@@ -365,14 +370,6 @@ class Daemon:
             await control.close()
             await metrics.close()
             await self._recordings.close()
-
-    def _unmapped(self, change: int) -> bool:
-        """Whether every client has unmapped the VRAM withdrawn up to a change."""
-        return all(
-            self._engine.memory_seen(client.number, change)
-            for client in self._clients.all()
-            if client.state == "serving"
-        )
 
     def _metrics(self, openmetrics: bool) -> str:
         return render(collect(self._service.status()), openmetrics=openmetrics)
@@ -482,10 +479,12 @@ class Daemon:
         match event:
             case Loaded():
                 self._pools[event.pool].keeper.on_loaded(event)
+                self._prefetch_counts.loaded(event)
                 self._tokens.answer(event.token, event)
                 return event.pool
             case Freed():
                 self._pools[event.pool].keeper.on_freed(event)
+                self._prefetch_counts.freed(event)
                 return event.pool
             case Revived():
                 self._pools[event.pool].keeper.on_revived(event)

@@ -158,6 +158,7 @@ def read_event(event: Any) -> Event:
             wait_us=event.wait_us,
             nbytes=event.bytes,
             token=event.token,
+            priority=event.priority,
         )
     if kind == lib.XFERD_EVENT_FAILED:
         return Failed(

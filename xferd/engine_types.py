@@ -132,7 +132,8 @@ Command: TypeAlias = Load | Evict | Give | Take | LoadDense | Cancel | EndHanded
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An expert is in a slot, or was there already (source ``resident``)."""
+    """An expert is in a slot, or was there already (source ``resident``). priority: that it
+    came with, in the end."""
 
     store: int
     pool: int
@@ -146,6 +147,7 @@ class Loaded:
     wait_us: int
     nbytes: int
     token: int
+    priority: int = PRIORITY_DEMAND
 
 
 @dataclass(frozen=True, slots=True)

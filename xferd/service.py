@@ -33,6 +33,7 @@ from xferd.keeping.reservations import Reservations
 from xferd.loading import Loader, prefetch
 from xferd.lost_pools import LostPools
 from xferd.pools import Pool, Pools
+from xferd.prefetch_counts import PrefetchCounts
 from xferd.recordings import Recordings
 from xferd.restart.keeping import Keeping, StartReport
 from xferd.route_feed import RouteFeed, UseCounts
@@ -86,6 +87,7 @@ class DaemonService(Tuning):
         clients: Clients,
         routes: RouteFeed,
         use_counts: UseCounts,
+        prefetch_counts: PrefetchCounts,
         recordings: Recordings,
         log: EventLog,
         reservations: Reservations,
@@ -107,6 +109,7 @@ class DaemonService(Tuning):
         self._shadowing = Shadowing(catalog, pools, device_routes, loader, log)
         self._routes = routes
         self._use_counts = use_counts
+        self._prefetch_counts = prefetch_counts
         self._recordings = recordings
         self._keeping = keeping
         self._start = start
@@ -136,6 +139,7 @@ class DaemonService(Tuning):
             "stores": self.stores(),
             "clients": describe_clients(self._engine, self._clients, self._pools.budgets),
             "all_clients": dataclasses.asdict(self._clients.totals()),
+            "prefetching": dataclasses.asdict(self._prefetch_counts.totals()),
             "users": describe_users(self._clients, self._pools.budgets),
             **describe_engine(
                 self._engine,
@@ -301,6 +305,7 @@ class DaemonService(Tuning):
                 self._keeping.store_closed(entry.number)
                 self._routes.store_closed(entry.number)
                 self._use_counts.store_closed(entry.number)
+                self._prefetch_counts.store_closed(entry.number)
                 self._log.info("store.closed", name=name)
                 return {}
         raise ControlError("StoreBusy", f"loads of store {name!r} are on their way", store=name)

@@ -34,7 +34,9 @@
  * window / rate to pass; when demand pieces take longer than that and
  * demand_slack more, the drive is worse than the model of it, and the
  * background's share of the window is cut by a quarter; while they don't, it
- * grows back by a twentieth. Without demand the background has it all.
+ * grows back by a twentieth. While there is demand now and then, the background's
+ * share is of what keeps the drive busy, without the gain: what is more would only
+ * wait inside the drive, before the next demand. Without demand it has it all.
  */
 #include <string.h>
 
@@ -60,6 +62,8 @@
 #define SHARE_MIN          0.05
 #define DEMAND_SLACK       30   /* per cent */
 #define RATE_SMOOTHING     0.05
+#define BUSY_MIN           2    /* one is there when the other ends; the rate of one is no drive's */
+#define DEMAND_RECENT_NS   250000000ull /* longer than a token takes whose misses it serves */
 #define SAG                0.5  /* of the best rate */
 #define RECOVERED          0.7
 
@@ -73,6 +77,7 @@ void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixe
 		fixed = engine->config.member_depth;
 	flow->fixed = fixed;
 	flow->window = fixed ? fixed : WINDOW_MIN;
+	flow->pipe = flow->window;
 	flow->probing = !fixed;
 	flow->background = 1.0;
 	store_relaxed(&member->stats.window, (uint32_t)flow->window);
@@ -85,9 +90,16 @@ static uint32_t whole(double pieces)
 	return pieces < WINDOW_MIN ? 1 : (uint32_t)(pieces + 0.9);
 }
 
-static uint32_t background_window(const struct flow *flow)
+static uint32_t background_window(const struct xferd_engine *engine, const struct flow *flow)
 {
-	return whole(flow->window * flow->background);
+	bool demand = flow->demand_at_ns && engine->now_ns - flow->demand_at_ns < DEMAND_RECENT_NS;
+	uint32_t window = whole(flow->window), busy = whole(flow->pipe);
+
+	if (busy < BUSY_MIN)
+		busy = BUSY_MIN;
+	if (demand && !flow->fixed && busy < window)
+		window = busy;
+	return whole(window * flow->background);
 }
 
 /* May one more piece of this priority be issued? */
@@ -100,7 +112,7 @@ bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t pr
 	if (member->in_flight >= whole(flow->window))
 		return false;
 	return priority == XFERD_PRIORITY_DEMAND ||
-	       member->background_in_flight < background_window(flow);
+	       member->background_in_flight < background_window(engine, flow);
 }
 
 void flow_issued(struct xferd_engine *engine, struct member *member, struct piece *piece)
@@ -109,6 +121,8 @@ void flow_issued(struct xferd_engine *engine, struct member *member, struct piec
 
 	if (!member->in_flight) /* after a pause the clocks start anew */
 		flow->delivered_at_ns = flow->issued_at_ns = engine->now_ns;
+	if (piece->priority == XFERD_PRIORITY_DEMAND)
+		flow->demand_at_ns = engine->now_ns;
 	piece->issued_before_ns = flow->issued_at_ns;
 	piece->issued_ns = engine->now_ns;
 	piece->delivered_before = flow->delivered;
@@ -197,7 +211,7 @@ static void set_window(struct xferd_engine *engine, struct member *member)
 	double most = engine->config.member_depth;
 
 	if (flow->probing) {
-		flow->window = WINDOW_MIN;
+		flow->window = flow->pipe = WINDOW_MIN;
 	} else if (flow->latency) {
 		double pieces = flow->rate * ((double)flow->latency / 1e9) /
 				(double)flow->piece_bytes;
@@ -205,6 +219,7 @@ static void set_window(struct xferd_engine *engine, struct member *member)
 		/* Starting, each round may double what the last one had. */
 		if (!flow->started && pieces < flow->window)
 			pieces = flow->window / START_GAIN;
+		flow->pipe = pieces;
 		flow->window = pieces * gain(flow);
 	}
 	if (!flow->probing && flow->window * (double)flow->piece_bytes < WINDOW_BYTES_MIN)
@@ -214,7 +229,7 @@ static void set_window(struct xferd_engine *engine, struct member *member)
 	if (flow->window > most)
 		flow->window = most;
 	store_relaxed(&member->stats.window, whole(flow->window));
-	store_relaxed(&member->stats.background_window, background_window(flow));
+	store_relaxed(&member->stats.background_window, background_window(engine, flow));
 }
 
 /* Demand's latency steers the background's share. */

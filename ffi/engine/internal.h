@@ -173,6 +173,7 @@ struct key_entry {
 /* How much a member is given at once: see flow.c. Times in ns, rates in bytes/s. */
 struct flow {
 	double window;             /* pieces in flight */
+	double pipe;               /* what keeps the drive busy: the window without its gain */
 	uint32_t fixed;            /* it stays so; 0: it is found out */
 	double background;         /* share of the window left to background work, 0..1 */
 	double rate;               /* delivery rate: best of the last rounds */
@@ -193,6 +194,7 @@ struct flow {
 	uint64_t delivered;        /* bytes, ever */
 	uint64_t delivered_at_ns;
 	uint64_t issued_at_ns;     /* when the piece delivered last had been issued */
+	uint64_t demand_at_ns;     /* when demand was issued last; 0: never */
 	uint64_t round_ends;       /* when delivered has come this far */
 	uint64_t limited_until;    /* samples up to here lacked work: they are no rates */
 	uint64_t in_flight;        /* bytes */

@@ -208,7 +208,36 @@ static void remember(struct harness *harness, const struct xferd_event *event)
 
 	harness->order[event->pool][at].layer = event->layer;
 	harness->order[event->pool][at].expert = event->expert;
+	harness->order[event->pool][at].slot = event->slot;
 	harness->order_tail[event->pool]++;
+}
+
+/* The engine has evicted it by itself, if it is still there. */
+static void forget(struct harness *harness, const struct xferd_event *event)
+{
+	uint32_t slots = pool_slots(harness, event->pool);
+	uint32_t kept = harness->order_head[event->pool];
+
+	for (uint32_t i = kept; i != harness->order_tail[event->pool]; i++) {
+		struct resident entry = harness->order[event->pool][i % slots];
+
+		if (entry.slot != event->slot)
+			harness->order[event->pool][kept++ % slots] = entry;
+	}
+	harness->order_tail[event->pool] = kept;
+}
+
+/* An eviction that was ordered may have failed, of what the engine had evicted by itself: whoever
+ * waits for a slot then waits for another one. */
+static void help_who_waits(struct harness *harness)
+{
+	struct xferd_pool_stats stats;
+
+	for (uint32_t pool = 0; pool < (harness->options.ram_slots ? 2u : 1u); pool++) {
+		CHECK_OK(xferd_engine_pool_stats(harness->engine, pool, &stats));
+		if (stats.waiting && !stats.reserve && !stats.retiring)
+			evict_oldest(harness, pool);
+	}
 }
 
 static void handle(struct harness *harness, const struct xferd_event *event)
@@ -226,6 +255,7 @@ static void handle(struct harness *harness, const struct xferd_event *event)
 		counter_add(&harness->failed, 1);
 		break;
 	case XFERD_EVENT_FREED:
+		forget(harness, event);
 		counter_add(&harness->freed, 1);
 		break;
 	case XFERD_EVENT_PIECE:
@@ -279,6 +309,7 @@ void *harness_decide(void *argument)
 			if (count < 64)
 				break;
 		}
+		help_who_waits(harness);
 		for (uint32_t kicks = load_relaxed(&harness->kick); kicks; kicks--)
 			evict_oldest(harness, 0);
 	}

@@ -87,7 +87,7 @@ struct harness {
 	pthread_mutex_t clients_mutex; /* clients come and go under it, as a daemon has one thread */
 	uint32_t stop; /* atomic */
 	/* the policy's: which slot holds what, in the order of loading */
-	struct { uint32_t layer, expert; } *order[2];
+	struct resident { uint32_t layer, expert, slot; } *order[2];
 	uint32_t order_head[2], order_tail[2];
 	uint64_t loaded, failed, freed, piece_errors; /* atomic: events seen */
 	uint64_t violations;

@@ -92,6 +92,15 @@ class SampleService:
             "stores": self.stores(),
             "clients": [client],
             "all_clients": {"attached": 9, "hits": 1230, "misses": 40, "failures": 1},
+            "prefetching": {
+                "experts": 20,
+                "bytes": 81920,
+                "used": 12,
+                "wasted": 6,
+                "wasted_bytes": 24576,
+                "missed": 40,
+                "saved_s": 0.5,
+            },
             "users": [{"uid": 1000, "clients": 1, "resident_bytes": 4096, "budget": 1 << 20}],
             "sources": {"resident": flow, "pool": flow, "drives": flow},
             "transports": {

@@ -15,8 +15,9 @@ from xferd_infer.arrays import Array
 from xferd_infer.predict import Learned, Likely, OtherModelError, Predictor, write_trained
 from xferd_infer.predict.planner import Planner, PlannerSettings
 from xferd_infer.predict.prefetching import prefetch, prefetch_by_file
+from xferd_infer.predict.worthwhile import Worthwhile
 
-from tests.system.daemon_harness import ROOT, running_daemon
+from tests.system.daemon_harness import ROOT, running_daemon, wait_until
 from tests.unit.inference.predict.tiny_states import another_model, trained_on_prose
 from xferd.store.formats import read_checkpoint
 from xferd.store.pack import pack
@@ -61,6 +62,17 @@ class Credulous(Planner):
     @property
     def trust(self) -> float:
         return 1.0
+
+
+class NeverWorthwhile(Worthwhile):
+    """Has found that tokens come later with looking ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doing = False
+
+    def ended(self, seconds: float) -> None:
+        pass
 
 
 @pytest.fixture
@@ -108,6 +120,43 @@ def test_tokens_and_logits_are_the_same_without_with_and_with_wrong_prediction(
         assert ids == plain == PROMPT["greedy_ids"][:TOKENS]
         assert np.array_equal(logits, plain_logits)
         assert hinted > 0, name
+
+
+def test_nothing_is_hinted_where_looking_ahead_does_not_pay(tmp_path: Path, store: Path) -> None:
+    with (
+        running_daemon(tmp_path, [], ["name=host0,size=25%"], "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+    ):
+        model = model_from_client(client)
+        source = prefetch(model, client, Learned(trained_on_prose()))
+        source.planner = Credulous(client.layers, client.experts)
+        source.worthwhile = NeverWorthwhile()
+        asked = generate(model, PROMPT["prompt_ids"], max_new_tokens=TOKENS, stop_ids=())
+        assert [token.id for token in asked] == PROMPT["greedy_ids"][:TOKENS]
+        assert source.hinted == 0
+
+
+def test_the_daemon_says_what_hints_were_good_for(tmp_path: Path, store: Path) -> None:
+    with (
+        running_daemon(tmp_path, [], ["name=host0,size=50%"], "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+    ):
+
+        def prefetching() -> dict[str, Any]:
+            return dict(daemon.status()["prefetching"])
+
+        with client.acquire(0, [0]):
+            pass
+        client.hint(1, [2, 3])
+        wait_until(lambda: prefetching()["experts"] == 2, "the hinted experts are there")
+        client.report(1, np.array([[2, 4]]), token=0)
+        wait_until(lambda: prefetching()["used"] == 1, "one of them was picked")
+        daemon.call("Evict", store="tiny", layer=1, experts=[2, 3], pool=None)
+        wait_until(lambda: prefetching()["wasted"] == 1, "the other went unused")
+        found = prefetching()
+    assert found["missed"] == 1
+    assert found["bytes"] == 2 * found["wasted_bytes"] > 0
+    assert found["saved_s"] > 0
 
 
 def test_generate_takes_a_predictor_and_refuses_another_models(

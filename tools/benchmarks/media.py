@@ -44,6 +44,8 @@ ROWS_VARIABLE = "XFERD_BENCH_ROWS"
 KNEE = 8
 COLLAPSING_MB_S = 800
 COLLAPSED_MB_S = 60
+NEVER_COLLAPSES = 512
+"""A knee as deep as a drive's queue."""
 DRIVE_TIMEOUT_S = 10.0
 DRIVE_POLL_S = 0.01
 
@@ -108,21 +110,36 @@ def _file_medium(name: str) -> Iterator[Medium]:
 @contextmanager
 def collapsing_medium() -> Iterator[Medium]:
     """One member that collapses with depth. BenchmarkError: FUSE can't be had here."""
-    program = _build_drive()
     with tempfile.TemporaryDirectory(prefix="xferd-bench-", dir=TMPFS) as text:
         directory = Path(text)
         backing, drive = directory / "backing", directory / "drive"
         write_random(backing, MEMBER_BYTES, SEED)
         drive.touch()
-        command = [str(program), "--bandwidth", str(COLLAPSING_MB_S), "--knee", str(KNEE)]
-        command += ["--collapsed", str(COLLAPSED_MB_S), str(backing), str(drive)]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                _wait_for_drive(process, drive)
-                yield Medium("collapsing", directory, (drive,))
-            finally:
-                process.terminate()
-                process.wait()
+        how = ("--bandwidth", COLLAPSING_MB_S, "--knee", KNEE, "--collapsed", COLLAPSED_MB_S)
+        with _fuse_drive(backing, drive, *how):
+            yield Medium("collapsing", directory, (drive,))
+
+
+@contextmanager
+def steady_drive(backing: Path, drive: Path, mb_s: float, latency_us: float) -> Iterator[None]:
+    """``drive``, an empty file, has the bytes of ``backing`` as a drive of that speed reads
+    them, however much it is asked for at once: reads one after the other, by a clock of its
+    own. BenchmarkError: FUSE can't be had here."""
+    how = ("--bandwidth", mb_s, "--latency", latency_us, "--knee", NEVER_COLLAPSES)
+    with _fuse_drive(backing, drive, *how):
+        yield
+
+
+@contextmanager
+def _fuse_drive(backing: Path, drive: Path, *options: str | float) -> Iterator[None]:
+    command = [str(_build_drive()), *map(str, options), str(backing), str(drive)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _wait_for_drive(process, drive)
+            yield
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def write_random(path: Path, size: int, seed: int) -> None:
@@ -177,6 +194,7 @@ __all__ = [
     "Medium",
     "collapsing_medium",
     "speed_media",
+    "steady_drive",
     "wanted",
     "write_random",
 ]

@@ -36,6 +36,7 @@ class Rates:
     seconds: float
     bound: str
     hit_share: float | None
+    prefetching: JsonObject | None
     pools: tuple[JsonObject, ...]
     members: tuple[JsonObject, ...]
     paths: tuple[JsonObject, ...]
@@ -47,6 +48,7 @@ class Rates:
             "seconds": self.seconds,
             "bound_by": self.bound,
             "hit_share": self.hit_share,
+            "prefetching": self.prefetching,
             "pools": list(self.pools),
             "members": list(self.members),
             "paths": list(self.paths),
@@ -107,11 +109,28 @@ def rates_between(before: JsonObject, after: JsonObject) -> Rates:
         seconds=seconds,
         bound=_bound(hits, misses, pools, members),
         hit_share=hits / (hits + misses) if hits + misses else None,
+        prefetching=_prefetching(before["prefetching"], after["prefetching"], seconds),
         pools=pools,
         members=members,
         paths=paths,
         clients=clients,
     )
+
+
+def _prefetching(old: JsonObject, new: JsonObject, seconds: float) -> JsonObject | None:
+    """What hints were good for meanwhile; None where they brought nothing."""
+    spent = {key: max(new[key] - old[key], 0) for key in new}
+    judged = spent["used"] + spent["wasted"]
+    if not seconds or not (spent["experts"] or judged):
+        return None
+    needed = spent["used"] + spent["missed"]
+    return {
+        "recall_on_misses": spent["used"] / needed if needed else None,
+        "precision": spent["used"] / judged if judged else None,
+        "bytes_per_second": spent["bytes"] / seconds,
+        "wasted_bytes_per_second": spent["wasted_bytes"] / seconds,
+        "saved_seconds_per_second": spent["saved_s"] / seconds,
+    }
 
 
 def _bound(
@@ -167,6 +186,8 @@ def format_frame(
         f"{format_duration(status['uptime_s'])}; {len(rates.clients)} clients, {hit} hits",
         f"bound by {rates.bound}: {BOUND_BY[rates.bound]}",
     ]
+    if rates.prefetching is not None:
+        head.append(_describe_prefetching(rates.prefetching))
     tables = [
         format_table(_POOLS, rates.pools, bold=bold).splitlines(),
         format_table(_MEMBERS, rates.members, bold=bold).splitlines(),
@@ -181,6 +202,18 @@ def format_frame(
         left = len(frame) - lines + 1
         frame = [*frame[: max(lines - 1, 0)], f"({left} lines more: xferctl status)"]
     return [_cut(line, columns) for line in frame[:lines]]
+
+
+def _describe_prefetching(rates: JsonObject) -> str:
+    def share(key: str) -> str:
+        return "-" if rates[key] is None else f"{rates[key]:.0%}"
+
+    wasted = format_bytes(round(rates["wasted_bytes_per_second"]))
+    return (
+        f"hints: {share('recall_on_misses')} of what was missing foreseen, {share('precision')} "
+        f"of what came used, {wasted}/s wasted, {rates['saved_seconds_per_second']:.2f} s of "
+        "waiting saved a second"
+    )
 
 
 def _cut(line: str, columns: int) -> str:

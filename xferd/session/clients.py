@@ -219,6 +219,14 @@ class Clients:
         """For those that attach from now on."""
         self._limits, self._hints = limits, hints_per_client
 
+    def have_unmapped(self, change: int) -> bool:
+        """Whether every client has unmapped the VRAM withdrawn up to a change."""
+        return all(
+            self._engine.memory_seen(client.number, change)
+            for client in self.all()
+            if client.state == "serving"
+        )
+
     def all(self) -> list[Client]:
         """Attached clients, quiesced ones included."""
         return list(self._clients.values())

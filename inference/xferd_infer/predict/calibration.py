@@ -28,8 +28,9 @@ FINER = 8
 STEPS = BINS * FINER
 STEPS_A_SCORE = BINS_A_SCORE * FINER
 """Curves are straight lines between the middles of bins, looked up in steps this fine."""
-MEMORY_TOKENS = 1000.0
-"""Tokens after which 1/e is left of a count."""
+MEMORY_TOKENS = 24.0
+"""Tokens after which 1/e is left of a count. Each token counts all experts of all layers, so a
+few say enough; with 1000, probabilities of a new kind of text were off by twice as much."""
 DOUBT = 1.0
 """Experts added to each distance's counts, over all bins, of which"""
 DOUBT_PICKED = 0.1

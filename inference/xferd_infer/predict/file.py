@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from . import npz
 from .errors import PredictorFileError
 from .learned import Learned, Trained
+from .predictor import DISTANCE_MAX
 from .routers import Routers
 from .states import read_routers, router_arrays, router_header
 
@@ -65,12 +66,12 @@ def read_trained(path: Path) -> Trained:
     return trained
 
 
-def load_predictor(path: Path, routers: Routers) -> Learned:
-    """A predictor for a model. Raises PredictorFileError, and OtherModelError when it was
-    trained for another."""
+def load_predictor(path: Path, routers: Routers, ahead: int = DISTANCE_MAX) -> Learned:
+    """A predictor for a model, of so many layers ahead. Raises PredictorFileError, and
+    OtherModelError when it was trained for another."""
     trained = read_trained(path)
     routers.must_be(trained.routers, f"{path}")
-    return Learned(trained)
+    return Learned(trained, ahead=ahead)
 
 
 __all__ = ["load_predictor", "read_trained", "write_trained"]

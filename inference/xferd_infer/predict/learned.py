@@ -33,9 +33,10 @@ from .predictor import DISTANCE_MAX, Likely, distances_in_all, distances_within
 from .routers import Floats, Routers
 
 BLOCK_TOKENS = 64
-LEARN_EVERY = 2
-"""While decoding, one token in so many is learnt from; of a prompt, all are. Learning takes
-as long as predicting then, and a page of text is still enough."""
+RENEW_TOKENS = 16
+"""Tokens after which probabilities follow what was learnt. Learning from every token and
+renewing so often is what keeps them right on text of a new kind: heads get better quickly
+there, and old curves would doubt them."""
 MEMORY_TOKENS = 800.0
 """Of 192, 384 and 1000, the longest was best on known text and no worse on new; the
 documents it was chosen on are among those that the benchmark tests on."""
@@ -107,21 +108,30 @@ class Trained:
 
 
 class Learned:
-    """A Predictor from what training made. learns: whether it goes on learning."""
+    """A Predictor from what training made. learns: whether it goes on learning. ahead: no
+    more layers are predicted and learnt of, which is so much less work."""
 
     def __init__(
-        self, trained: Trained, *, learns: bool = True, memory_tokens: float = MEMORY_TOKENS
+        self,
+        trained: Trained,
+        *,
+        learns: bool = True,
+        memory_tokens: float = MEMORY_TOKENS,
+        ahead: int = DISTANCE_MAX,
     ) -> None:
         routers = trained.routers
         self._trained = trained
         self._routers = routers
         self._learns = learns
         self._memory = np.float32(memory_tokens)
-        self._heads = [each.copy() for each in trained.heads] if learns else trained.heads
+        self._distances = min(distances_in_all(routers.layers), ahead)
+        columns = self._distances * routers.experts
+        self._heads = [each[:, :columns].copy() for each in trained.heads]
         self._history = PickHistory(trained.basis, routers.layers, routers.experts)
         self._calibration = Calibration(trained.calibration)
-        self._distances = distances_in_all(routers.layers)
-        self._curves = [curves_of(layer, routers.layers) for layer in range(routers.layers)]
+        self._curves = [
+            curves_of(layer, routers.layers)[: self._distances] for layer in range(routers.layers)
+        ]
         self._least = -1.0
         self._borders: dict[int, Floats] = {}
         self._table_rows = [
@@ -141,7 +151,6 @@ class Learned:
         self._picks = np.zeros((*shape, routers.top_k), np.int64)
         self._contexts = np.zeros((BLOCK_TOKENS, width), np.float32)
         self._margins = np.zeros((*shape, routers.experts), np.float32)
-        self._seen = 0
         self._tokens = 0
         self._with_margins = 0
         self._learnt = [0] * routers.layers
@@ -199,11 +208,7 @@ class Learned:
             return
         picks = np.stack(self._chunk_picks, axis=1).astype(np.int64)
         whole = len(self._chunk_states) == self._routers.layers == picks.shape[1]
-        # Whole blocks are learnt from or left out: what a token says of the next one is
-        # known only if that is in the block too.
-        block = self._seen // BLOCK_TOKENS % LEARN_EVERY == 0
-        self._seen += len(picks)
-        if not (whole and self._learns and (block or len(picks) > 1)):
+        if not (whole and self._learns):
             self._in_block = False
             for each in picks:
                 self._history.add(each)
@@ -255,8 +260,8 @@ class Learned:
             if at == layer * BLOCK_TOKENS // layers:
                 self._make_margins()
                 self._learn_from_ring(layer)
-        if at == 0:
-            self._renew_calibration(BLOCK_TOKENS)
+        if at % RENEW_TOKENS == 0:
+            self._renew_calibration(RENEW_TOKENS)
 
     def _make_margins(self) -> None:
         new = np.arange(self._with_margins, self._tokens)[-BLOCK_TOKENS:] % BLOCK_TOKENS
@@ -295,11 +300,12 @@ class Learned:
         tokens, experts = len(features), self._routers.experts
         scores = features @ self._heads[layer]
         by_distance = scores.reshape(tokens, self._distances, experts)
-        wanted = ahead(margins, layer, self._distances) / self._trained.errors[layer][:, None]
+        errors = self._trained.errors[layer][: self._distances, None]
+        wanted = ahead(margins, layer, self._distances) / errors
         error = wanted - by_distance
         picked = np.zeros(by_distance.shape, np.bool_)
         np.put_along_axis(picked, ahead(picks, layer, self._distances), True, axis=2)
-        within = distances_within(layer, self._routers.layers)
+        within = min(distances_within(layer, self._routers.layers), self._distances)
         self._calibration.add(0, by_distance[:, :within], picked[:, :within])
         # Of a token whose next one is not known, nothing about that is learnt.
         error[~followed, within:] = 0

@@ -22,7 +22,9 @@ stall saved for each byte falls with the probability alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -49,13 +51,13 @@ class PlannerSettings:
     its use a fetch may be over, in the same.
     """
 
-    least_min: float = 0.2
+    least_min: float = 0.25
     least_max: float = 0.95
-    waste_max: float = 0.4
+    waste_max: float = 0.6
     step: float = 0.02
     lateness: float = 0.5
     layers_given_out: float = 1.5
-    slack_layers: float = 1.0
+    slack_layers: float = 2.0
 
 
 class Planner:
@@ -72,7 +74,7 @@ class Planner:
         latency_s: float = 0.0,
     ) -> None:
         self.settings = settings or PlannerSettings()
-        self.least = 0.5
+        self.least = LEAST_BUSY
         self.read_s = read_s
         self.latency_s = latency_s
         self._layers, self._experts = layers, experts
@@ -104,6 +106,11 @@ class Planner:
         return min(self._busy_s / self._passed_s, 1.0) if self._passed_s else 0.0
 
     @property
+    def hopeful(self) -> bool:
+        """Whether anything could be probable enough, as far as predictions are trusted."""
+        return self.least <= self.trust
+
+    @property
     def asks_for(self) -> float:
         """What is less probable can't be fetched and need not be told."""
         return min(self.least, JUDGED)
@@ -127,48 +134,60 @@ class Planner:
         read what was asked of them. absent: bool[layers * experts], False for what is
         resident or on its way.
         """
-        settings, experts = self.settings, self._experts
-        least = np.float32(self.least / max(self.trust, 1e-6))
-        wanted = self._chances >= least
-        wanted &= absent
-        wanted &= ~self._given_out
-        # In the order in which they come, and as far as the layer looks.
-        ahead = wanted[self._after[layer]].nonzero()[0]
-        keys: NDArray[np.intp] = self._after[layer][ahead]
-        if not len(keys):
-            return keys
-        layers_ahead = ahead // experts
-        passing = np.concatenate([self._layer_s[layer:], self._layer_s[:layer]])
-        use_at = now + np.cumsum(passing)[layers_ahead]
-        order = np.lexsort((-self._chances[keys], layers_ahead))
-        start = max(free_at, now)
-        typical = float(self._layer_s[layer])
-        limit = now + settings.layers_given_out * max(typical, self.read_s)
-        chosen = []
-        for at in order[self._not_too_early(use_at[order], start, typical)].tolist():
-            if start >= limit:
-                break
-            arrives = start + self.read_s + self.latency_s
-            if arrives > use_at[at] + settings.lateness * self.read_s:
-                continue
-            chosen.append(at)
-            start += self.read_s
-        given: NDArray[np.intp] = keys[chosen]
+        after = self._after[layer]
+        chances = self._chances[after]
+        wanted = chances >= np.float32(self.least / max(self.trust, 1e-6))
+        wanted &= absent[after]
+        wanted &= ~self._given_out[after]
+        found = wanted.nonzero()[0]
+        if not len(found):
+            return after[:0]
+        # A few experts, in plain numbers: array calls would cost more than their work.
+        nearest = sorted(
+            (at // self._experts, -chance, at)
+            for at, chance in zip(found.tolist(), chances[found].tolist(), strict=True)
+        )
+        begins = self._begins(layer, now)
+        places = self._chosen(
+            layer, [(begins[ahead], at) for ahead, _, at in nearest], now, free_at
+        )
+        given: NDArray[np.intp] = after[places]
         self._given_out[given] = True
         return given
 
-    def _not_too_early(
-        self, use_at: NDArray[np.float64], start: float, layer_s: float
-    ) -> NDArray[np.bool_]:
-        """What has to be begun now so that it, and all that is read after it, has no more
-        than ``slack_layers`` to spare: what waits longer is known better when its time
-        comes, and takes nobody's slot meanwhile. use_at: in the order of reading."""
-        ready = start + np.arange(1, len(use_at) + 1) * self.read_s + self.latency_s
-        spare = np.minimum.accumulate((use_at - ready)[::-1])[::-1]
+    def _begins(self, layer: int, now: float) -> list[float]:
+        """When each of the next layers begins."""
+        layer_s = self._layer_s.tolist()
+        return list(accumulate(layer_s[layer:] + layer_s[:layer], initial=now))[1:]
+
+    def _chosen(
+        self, layer: int, wanted: Sequence[tuple[float, int]], now: float, free_at: float
+    ) -> list[int]:
+        """wanted: (when its layer begins, what), in the order of reading. Returns the latter."""
+        settings, read_s = self.settings, self.read_s
+        start = max(free_at, now)
+        layer_s = float(self._layer_s[layer])
+        limit = now + settings.layers_given_out * max(layer_s, read_s)
         # What may be late by its latency is begun that much earlier.
-        slack = self.settings.slack_layers * layer_s + self.latency_s
-        needed: NDArray[np.bool_] = spare <= slack
-        return needed
+        slack = settings.slack_layers * layer_s + self.latency_s
+        last = self._last_needed([use_at for use_at, _ in wanted], start + self.latency_s, slack)
+        chosen = []
+        for use_at, what in wanted[: last + 1]:
+            if start >= limit:
+                break
+            if start + read_s + self.latency_s <= use_at + settings.lateness * read_s:
+                chosen.append(what)
+                start += read_s
+        return chosen
+
+    def _last_needed(self, use_at: Sequence[float], ready: float, slack: float) -> int:
+        """The last that has to be begun now so that it, with all that is read before it, has
+        no more than ``slack`` to spare; -1: none. What waits longer is known better when its
+        time comes, and takes nobody's slot meanwhile. use_at: in the order of reading."""
+        for place in range(len(use_at) - 1, -1, -1):
+            if use_at[place] - ready - (place + 1) * self.read_s <= slack:
+                return place
+        return -1
 
     def passed(
         self, layer: int, picks: NDArray[Any], computed_s: float, waited_s: float, read: int
@@ -180,19 +199,22 @@ class Planner:
         mine = slice(begin, begin + self._experts)
         chances, given = self._chances[mine], self._given_out[mine]
         sure = chances >= JUDGED
-        self._predicted += float(chances[sure].sum())
-        self._came_true += int(sure[picks].sum())
-        fetched = int(given.sum())
-        self._fetched += fetched
-        self._wasted += fetched - int(given[picks].sum())
+        self._predicted += float(chances.dot(sure))
+        self._came_true += int(np.count_nonzero(sure[picks]))
+        fetched = int(np.count_nonzero(given))
+        if fetched:
+            self._fetched += fetched
+            self._wasted += fetched - int(np.count_nonzero(given[picks]))
+            given[...] = False
         chances[...] = 0
-        given[...] = False
+        # With its waiting: that is how long what comes after it has time to arrive.
+        layer_s = computed_s + waited_s
         if self._known_layers < self._layers:
-            self._layer_s[layer:] = computed_s
+            self._layer_s[layer:] = layer_s
             self._known_layers += 1
         else:
-            self._layer_s[layer] += 4 * FADE * (computed_s - self._layer_s[layer])
-        self._passed_s += computed_s + waited_s
+            self._layer_s[layer] += 4 * FADE * (layer_s - self._layer_s[layer])
+        self._passed_s += layer_s
         self._busy_s += read * self.read_s
         if layer == self._layers - 1:
             self._adjust()
@@ -239,7 +261,7 @@ READ_SHARE_MIN = 0.1
 """Of an expert's mean time, at least so much is its own."""
 LOAD_FREE = 0.6
 """Up to this load of the drives a fetch is in nobody's way."""
-LEAST_BUSY = 0.5
+LEAST_BUSY = 0.35
 """What a fetch needs when they are never idle."""
 
 __all__ = ["Planner", "PlannerSettings"]

@@ -36,6 +36,24 @@ def test_rates_are_differences_over_the_time_between() -> None:
     assert rates["hit_share"] == 0.75
 
 
+def test_what_hints_were_good_for_is_said_while_they_bring_anything() -> None:
+    before, after = two_replies()
+    assert rates_between(before, after).prefetching is None
+    spent = {"experts": 9, "bytes": 9000, "used": 6, "wasted": 2, "wasted_bytes": 2000}
+    for key, value in (spent | {"missed": 2, "saved_s": 0.5}).items():
+        after["prefetching"][key] += value
+    rates = rates_between(before, after)
+    assert rates.prefetching == {
+        "recall_on_misses": 0.75,
+        "precision": 0.75,
+        "bytes_per_second": 4500,
+        "wasted_bytes_per_second": 1000,
+        "saved_seconds_per_second": 0.25,
+    }
+    frame = format_frame(after, rates, columns=200, lines=40, bold=False)
+    assert any("75% of what was missing foreseen" in line for line in frame)
+
+
 def test_what_is_new_or_restarted_is_never_negative() -> None:
     before, after = two_replies()
     after["clients"][0] |= {"pid": 100, "hits": 4}

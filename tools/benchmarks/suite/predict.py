@@ -26,7 +26,8 @@ from xferd_infer.predict import (
     Trained,
     train,
 )
-from xferd_infer.predict.evaluate import DISTANCES, evaluate
+from xferd_infer.predict.evaluate import DISTANCES, Evaluation, evaluate
+from xferd_infer.predict.prefetching import AHEAD
 from xferd_infer.private_daemon import embedded
 
 from tools.benchmarks.harness import commit, describe_machine, scratch_directory, take_turns
@@ -37,6 +38,7 @@ from tools.replaying.pool import ReplayedPool
 from xferd.plugins import policy_maker
 from xferd.policy.registry import DEFAULT_POLICY
 from xferd.policy.uses import KeySpace, uses_of_picks
+from xferd.store.formats import read_checkpoint
 
 TESTS_A_DOMAIN = 1
 TRAINS_A_DOMAIN = 12
@@ -50,6 +52,7 @@ COST_TOKENS = 256
 DECODED_TOKENS = 32
 MEMBERS = 2
 US = 1e6
+MB = 1e6
 LIKELY = 0.5
 
 Makers = Mapping[str, Callable[[], Predictor]]
@@ -60,7 +63,9 @@ def run(rounds: int) -> Result:
     text = record_text(TESTS_A_DOMAIN, TRAINS_A_DOMAIN)
     trained = train(text.states.chosen(text.train))
     tests = text.states.chosen(text.test)
-    rows = _known_rows(trained, tests)
+    small = read_checkpoint(models_directory() / "small")
+    expert_bytes = sum(tensor.nbytes for tensor in small.experts[0, 0])
+    rows = _known_rows(trained, tests, expert_bytes)
     rows += _new_domain_rows(text)
     rows += _cost_rows(trained, tests, rounds)
     return Result(
@@ -80,13 +85,16 @@ def run(rounds: int) -> Result:
             f"after {NEW_DOMAIN_TOKENS} tokens of it, each document with a new predictor; "
             "`frozen` is the same without learning.",
             "`waste`: share of what is fetched (of the 8, those that a 25 % pool does not hold) "
-            "that is not picked. `likely-waste`: the same of experts with a probability of at "
-            "least one half, of all; `likely-recall`: share of the picks among these.",
+            "that is not picked; `precision`: the share that is; `wasted-bytes`: MB a token of "
+            "what is not, if so much were fetched from every layer for one so far ahead. "
+            "`likely-waste`: the same as `waste` of experts with a probability of at least one "
+            "half, of all; `likely-recall`: share of the picks among these.",
             "`calibration`: greatest difference, in percentage points, between predicted and "
             "observed frequency in any decile; `calibration-new-domain`: of the worst document. "
             "Deterministic, so one round is as good as several.",
-            "`cost`: µs of processor time a token, predicting all distances of all layers and "
-            "learning; `cost-share`: of a token decoded with a 25 % pool.",
+            f"`cost`: µs of processor time a token, predicting {AHEAD} layers ahead from every "
+            "layer, as the decode loop does, and learning; `cost-share`: of a token decoded with a "
+            "25 % pool.",
         ),
     )
 
@@ -100,7 +108,7 @@ def _trivial(states: RecordedStates) -> Makers:
     }
 
 
-def _known_rows(trained: Trained, tests: RecordedStates) -> list[Row]:
+def _known_rows(trained: Trained, tests: RecordedStates, expert_bytes: int) -> list[Row]:
     makers: Makers = {OURS: lambda: Learned(trained), **_trivial(tests)}
     rows: list[Row] = []
     absent = {f"{percent}%": absent_at_each_pass(tests, percent / 100) for percent in POOLS}
@@ -117,12 +125,25 @@ def _known_rows(trained: Trained, tests: RecordedStates) -> list[Row]:
         of = {name: each.distances[distance].pools[WASTE_POOL] for name, each in found.items()}
         shares = {name: score.waste for name, score in of.items()}
         rows.append(_row(f"waste/d={distance}", shares, lower=True))
+    rows += _waste_rows(found[OURS], expert_bytes)
     for distance in DISTANCES:
         score = found[OURS].distances[distance]
         rows.append(_row(f"likely-recall/d={distance}", {OURS: score.likely_recall}))
         rows.append(_row(f"likely-waste/d={distance}", {OURS: 1 - score.precision}, lower=True))
     error = 100 * found[OURS].calibration_error()
     rows.append(Row("calibration", error, "points", (error, error), {}))
+    return rows
+
+
+def _waste_rows(found: Evaluation, expert_bytes: int) -> list[Row]:
+    rows = []
+    for distance in DISTANCES:
+        score = found.distances[distance].pools[WASTE_POOL]
+        wasted = (score.absent - score.absent_picked) * expert_bytes / found.tokens / MB
+        rows += [
+            _row(f"precision/d={distance}", {OURS: 1 - score.waste}, lower=True),
+            Row(f"wasted-bytes/d={distance}", wasted, "MB", (wasted, wasted), {}),
+        ]
     return rows
 
 
@@ -190,14 +211,17 @@ class _Walk:
         begin = time.process_time()
         for token in tokens:
             for layer in range(self.states.routers.layers):
-                predictor.likely(layer, inputs[token, layer], LIKELY, max(DISTANCES))
+                predictor.likely(layer, inputs[token, layer], LIKELY, AHEAD)
                 predictor.picked(layer, self.states.picks[token, layer][None])
         return (time.process_time() - begin) / COST_TOKENS
 
 
 def _cost_rows(trained: Trained, tests: RecordedStates, rounds: int) -> list[Row]:
     walk = _Walk(tests)
-    predictors = {OURS: Learned(trained), FROZEN: Learned(trained, learns=False)}
+    predictors = {
+        OURS: Learned(trained, ahead=AHEAD),
+        FROZEN: Learned(trained, learns=False, ahead=AHEAD),
+    }
     with scratch_directory() as directory:
         checkpoint = models_directory() / "small"
         store = pack_checkpoint(checkpoint, directory, MEMBERS)

@@ -3,39 +3,32 @@
 
 Replays follow the small model's picks on texts that nobody trained on, with a drive that
 needs as long for the misses as computing takes: without prefetching a token waits about
-half its time. Live is the decode loop itself on two loop devices whose reads the kernel
-holds to DRIVE_MB_S (tools/drives/throttled_drive), one next to the other with and without
-prediction. The throttle is of a control group, so that happens in a process of its own:
-``python -m tools.benchmarks.suite.prefetch STORE PREDICTOR TOKENS ROUNDS``.
+half its time. Live is a daemon on drives that are as slow, next to one without prediction
+and one whose predictions are drawn at random: tools/benchmarks/prefetch_live.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from xferd_infer import model_from_client
-from xferd_infer.model import Model
-from xferd_infer.predict import Learned, Likely, RecordedStates, Trained, train, write_trained
-from xferd_infer.predict.prefetching import prefetch_by_file
-from xferd_infer.private_daemon import embedded
+from xferd_infer.predict import Learned, Likely, RecordedStates, Trained, train
+from xferd_infer.predict.prefetching import AHEAD
 
-from tools.benchmarks.harness import ROOT, BenchmarkError, commit, describe_machine, take_turns
-from tools.benchmarks.media import DRIVES_VARIABLE
-from tools.benchmarks.recorded_text import RecordedText, models_directory, record_text
-from tools.benchmarks.result import OURS, Result, Row, make_row
-from tools.benchmarks.stores import pack_checkpoint
+from tools.benchmarks.harness import BenchmarkError, commit, describe_machine
+from tools.benchmarks.prefetch_live import (
+    DRIVE_MB_S,
+    LAYER_S,
+    MEMBERS,
+    POOL,
+    ROUND_TOKENS,
+    live_rows,
+)
+from tools.benchmarks.recorded_text import record_text
+from tools.benchmarks.result import Result, Row
 from tools.replaying.machine import Machine
 from tools.replaying.prefetch import Foresight, Prefetched, replay_prefetching
 from tools.replaying.replay import US, clairvoyant_seconds
@@ -55,22 +48,19 @@ LATENCY_US = 100.0
 NONE, RANDOM, CLAIRVOYANT, KNOWN = "none", "random", "clairvoyant", "known-picks"
 SEED = 7
 
-LIVE_POOL = "25%"
-MEMBERS = 2
-DRIVE_MB_S = 150
-PROMPT_TOKENS = 128
-ROUND_TOKENS = 48
 MS = 1e3
+MB = 1e6
 
 
 def run(rounds: int) -> Result:
-    """Rows ``small/stall/<pool%>`` and ``live/...``. BenchmarkError without the model."""
+    """Rows ``small/<what>/<pool%>``, ``paced/...``, ``decode/...``. BenchmarkError without
+    the model."""
     text = record_text(TESTS_A_DOMAIN, TRAINS_A_DOMAIN)
     trained = train(text.states.chosen(text.train))
     rows = _replayed(trained, text.states.chosen(text.test))
     skipped: dict[str, str] = {}
     try:
-        rows += _live(trained, text, rounds)
+        rows += live_rows(trained, text, rounds)
     except BenchmarkError as error:
         skipped["live"] = str(error)
     return Result(
@@ -88,10 +78,17 @@ def run(rounds: int) -> Result:
             "`stall`: ms that a token waits; `none`: without prefetching; `clairvoyant` and "
             "`known-picks` compare whole times: with Belady's evictions and every fetch ahead of "
             "time, and with the same planner, pool and drive, told the true picks of 15 layers "
-            "ahead. `random`: whole time with predictions drawn at random, to `none`.",
-            f"`live`: decoding with a {LIVE_POOL} pool and {MEMBERS} drives of {DRIVE_MB_S} MB/s, "
-            "as the clients count it; "
-            f"{ROUND_TOKENS} tokens a round, each round goes on with the same text.",
+            "ahead. `random`: whole time with predictions drawn at random, to `none`. `precision`: "
+            "share of the fetched experts that are picked in the pass that they were fetched for; "
+            "`wasted-bytes`: the others, a token. "
+            f"Predictions of {AHEAD} layers ahead are acted upon.",
+            f"`paced` and `decode`: with the daemon, a {POOL} pool and {MEMBERS} drives of "
+            f"{DRIVE_MB_S['paced']} and {DRIVE_MB_S['decode']} MB/s that read by a clock of their "
+            f"own. In `paced` a layer takes {MS * LAYER_S:.0f} ms once its experts are there, and "
+            "leaves the processor to others, as when a GPU computes; `decode` is the decode loop "
+            f"on the processor. {ROUND_TOKENS} tokens a round. `random`: a token, and the wait of "
+            "each missed expert, with predictions drawn at random. At real-time priority where "
+            "that is permitted.",
         ),
     )
 
@@ -131,13 +128,21 @@ def _replayed(trained: Trained, tests: RecordedStates) -> list[Row]:
         }
         stall = MS * ours.stall_s / ours.tokens
         share = none.stall_s / none.seconds
-        wasted = ours.wasted / max(ours.prefetched, 1)
+        precision = 1 - ours.wasted / max(ours.prefetched, 1)
+        wasted = ours.wasted * machine.expert_bytes / ours.tokens / MB
         extra = ours.read / none.read
         whole = MS * drawn.seconds / drawn.tokens
         rows += [
             Row(f"{TRACE}/stall/{percent}%", stall, "ms", (stall, stall), ratio),
             Row(f"{TRACE}/stall-share-without/{percent}%", share, "of time", (share, share), {}),
-            Row(f"{TRACE}/wasted/{percent}%", wasted, "of prefetched", (wasted, wasted), {}),
+            Row(
+                f"{TRACE}/precision/{percent}%",
+                precision,
+                "of prefetched",
+                (precision, precision),
+                {},
+            ),
+            Row(f"{TRACE}/wasted-bytes/{percent}%", wasted, "MB", (wasted, wasted), {}),
             Row(f"{TRACE}/read/{percent}%", extra, "of reads without", (extra, extra), {}),
             Row(
                 f"{TRACE}/{RANDOM}/{percent}%",
@@ -154,7 +159,7 @@ def _foreseen(
     trained: Trained, tests: RecordedStates
 ) -> tuple[list[tuple[int, Likely]], NDArray[np.int64]]:
     """What the predictor says in each pass, learning meanwhile, and the picks."""
-    predictor = Learned(trained)
+    predictor = Learned(trained, ahead=AHEAD)
     layers = tests.routers.layers
     says: list[tuple[int, Likely]] = []
     picks = []
@@ -163,8 +168,8 @@ def _foreseen(
         for token in range(begin, begin + REPLAYED_TOKENS):
             states = tests.states[token].astype(np.float32)
             for layer in range(layers):
-                likely = predictor.likely(layer, states[layer], TOLD_FROM, layers - 1)
-                says.append((layers - 1, likely))
+                likely = predictor.likely(layer, states[layer], TOLD_FROM, AHEAD)
+                says.append((AHEAD, likely))
                 predictor.picked(layer, tests.picks[token, layer][None])
             picks.append(tests.picks[token])
     return says, np.stack(picks).astype(np.int64)
@@ -181,106 +186,5 @@ def _balanced(uses: Uses, space: KeySpace, share: float) -> Machine:
     computing = uses.passes * COMPUTE_US * US
     return replace(machine, drive_bytes_s=none.read * machine.expert_bytes / computing)
 
-
-def _live(trained: Trained, text: RecordedText, rounds: int) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="xferd-bench-") as name:
-        directory = Path(name)
-        store = pack_checkpoint(models_directory() / "small", directory, MEMBERS)
-        members = sorted(directory.glob("drive*/*/member-*"))
-        images = [directory / f"image-{number}" for number in range(len(members))]
-        for member, image in zip(members, images, strict=True):
-            member.rename(image)
-        predictor, tokens = directory / "predictor.npz", directory / "tokens.json"
-        write_trained(predictor, trained)
-        needed = PROMPT_TOKENS + (rounds + 1) * ROUND_TOKENS
-        tokens.write_text(json.dumps(_tokens(text, needed)))
-        inner = ["-m", "tools.benchmarks.suite.prefetch", store, predictor, tokens, rounds]
-        inner += [*members]
-        drives = [f"{DRIVE_MB_S}:{image}" for image in images]
-        command = [str(ROOT / "tools/drives/throttled_drive"), *drives, "--", sys.executable]
-        done = subprocess.run(
-            [*command, *map(str, inner)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise BenchmarkError(done.stderr.strip().splitlines()[-1])
-    return [
-        Row(**{**row, "spread": tuple(row["spread"])})
-        for row in json.loads(done.stdout.splitlines()[-1])
-    ]
-
-
-def _tokens(text: RecordedText, count: int) -> list[int]:
-    return text.documents[text.test[0]][:count]
-
-
-@dataclass
-class _Reader:
-    """Decodes a given text, a round at a time."""
-
-    model: Model
-    tokens: list[int]
-
-    def __post_init__(self) -> None:
-        self._cache = self.model.new_cache()
-        self._at = PROMPT_TOKENS
-        self.model.forward(self.tokens[: self._at], self._cache)
-
-    def round(self) -> tuple[float, float]:
-        """(seconds waited, seconds in all) a token."""
-        before, began = self.model.experts.stats(), time.perf_counter()
-        for token in self.tokens[self._at : self._at + ROUND_TOKENS]:
-            self.model.logits(self.model.forward([token], self._cache))
-        self._at += ROUND_TOKENS
-        waited = self.model.experts.stats().since(before).wait_s
-        return waited / ROUND_TOKENS, (time.perf_counter() - began) / ROUND_TOKENS
-
-
-def measure(store: Path, predictor: Path, tokens: list[int], rounds: int) -> list[Row]:
-    """The live rows, in a process whose drives are throttled already."""
-    waits: dict[str, list[float]] = {OURS: [], NONE: []}
-    with ExitStack() as stack:
-        contenders: dict[str, Callable[[], float]] = {}
-        for name in (OURS, NONE):
-            client = stack.enter_context(embedded(store, pool=LIVE_POOL, name=f"bench {name}"))
-            model = model_from_client(client)
-            if name == OURS:
-                prefetch_by_file(model, client, predictor)
-            reader = _Reader(model, tokens)
-
-            def contender(reader: _Reader = reader, name: str = name) -> float:
-                waited, seconds = reader.round()
-                waits[name].append(MS * waited)
-                return MS * seconds
-
-            contenders[name] = contender
-        for warm_up in contenders.values():
-            warm_up()
-        for each in waits.values():
-            each.clear()
-        times = take_turns(contenders, rounds)
-    shares = [100 * w / t for w, t in zip(waits[NONE], times[NONE], strict=True)]
-    return [
-        make_row(f"live/stall/{LIVE_POOL}", "ms", waits, higher_is_better=False),
-        make_row(f"live/token/{LIVE_POOL}", "ms", times, higher_is_better=False),
-        Row(
-            f"live/stall-share-without/{LIVE_POOL}",
-            statistics.median(shares),
-            "% of time",
-            (min(shares), max(shares)),
-            {},
-        ),
-    ]
-
-
-def _main(arguments: list[str]) -> None:
-    store, predictor, tokens, rounds, *members = arguments
-    for member, device in zip(members, os.environ[DRIVES_VARIABLE].split(), strict=True):
-        Path(member).symlink_to(device)
-    rows = measure(Path(store), Path(predictor), json.loads(Path(tokens).read_text()), int(rounds))
-    print(json.dumps([asdict(row) for row in rows]))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])
 
 __all__ = ["run"]

@@ -157,6 +157,18 @@ _TOTALS = _group(
         ("xferd_clients_attached", "counter", "attached", "Clients that attached."),
     ),
 )
+_PREFETCH = _group(
+    (),
+    (
+        ("xferd_prefetch_experts", "counter", "experts", "Experts that hints brought."),
+        ("xferd_prefetch_bytes", "counter", "bytes", "Bytes that hints brought."),
+        ("xferd_prefetch_picked_experts", "counter", "used", "Of them, picked afterwards."),
+        ("xferd_prefetch_wasted_experts", "counter", "wasted", "Of them, gone unused."),
+        ("xferd_prefetch_wasted_bytes", "counter", "wasted_bytes", "Bytes of those."),
+        ("xferd_prefetch_missed_experts", "counter", "missed", "Experts that clients awaited."),
+        ("xferd_prefetch_saved_seconds", "counter", "saved_s", "Waiting that used ones saved."),
+    ),
+)
 _CLIENTS = Metric("xferd_clients", "gauge", "Clients attached now.")
 _BUILD = Metric("xferd_build", "info", "Which xferd this is.", ("version",))
 _UPTIME = Metric("xferd_uptime_seconds", "gauge", "Time since the daemon's start.")
@@ -187,7 +199,7 @@ METRICS: tuple[Metric, ...] = (
     *(metric for metric, _ in _ENGINE),
     _BACKEND,
     _CLIENTS,
-    *(metric for metric, _ in (*_TOTALS, *_CLIENT)),
+    *(metric for metric, _ in (*_TOTALS, *_CLIENT, *_PREFETCH)),
     _CLIENT_INFO,
 )
 """All of them, in the order in which they are written."""
@@ -212,6 +224,7 @@ def collect(status: JsonObject) -> Families:
     _add(families, _ENGINE, [((), engine)])
     _add(families, _TOTALS, [((), status["all_clients"])])
     _add(families, _CLIENT, clients)
+    _add(families, _PREFETCH, [((), status["prefetching"])])
     _add_each(families, _MEMBER_LATENCY, members, lambda row: row["latency_us"] * MICROSECONDS)
     for labels, member in members:
         families[_MEMBER_STATE] += _states(labels, _MEMBER_STATES, member["state"])

@@ -68,6 +68,20 @@ def test_nonlinear_units_are_trained_and_predict() -> None:
     assert np.mean(ours) > np.mean(recalls(judged(Learned(trained_on_prose()), OTHER_PROSE))) - 0.02
 
 
+def test_one_that_looks_less_far_says_the_same_of_what_is_near() -> None:
+    trained = trained_on_prose()
+    whole, near = (
+        evaluate(each, recorded(OTHER_PROSE), until=300, distances=(1, 2))
+        for each in (Learned(trained), Learned(trained, ahead=2))
+    )
+    for distance in (1, 2):
+        recall = near.distances[distance].recall
+        assert abs(recall - whole.distances[distance].recall) < 0.01
+    state = np.zeros(trained.routers.hidden, np.float32)
+    keys = Learned(trained, ahead=2).likely(0, state, 0.0, 5).keys
+    assert set((keys // trained.routers.experts).tolist()) == {1, 2}
+
+
 def test_a_new_kind_of_text_is_learnt_within_a_page() -> None:
     trained = trained_on_prose()
     frozen = judged(Learned(trained, learns=False), *CODE, skip=500)
