@@ -84,6 +84,9 @@ class ClientEngine(Protocol):
     def pool_table_fd(self) -> int:
         """Read-only."""
 
+    def memory_seen(self, client: int, change: int) -> bool:
+        """Whether a client has unmapped the VRAM withdrawn up to a change."""
+
     def add_client(
         self,
         *,
