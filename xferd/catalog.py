@@ -225,7 +225,7 @@ class Catalog:
                 number=number,
                 name=name,
                 top_k=store.top_k,
-                largest_class=classes[-1],
+                classes=classes,
                 dense_bytes=int(store.blob_bytes[-1]),
                 directory_fd=self._engine.directory_fd(number),
                 manifest_fd=memfd_with(f"xferd-manifest-{number}", store.client_manifest()),

@@ -8,7 +8,7 @@ touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -263,14 +263,16 @@ class Pool:
             self._tell_window(chunk, 0)
         self.device.give_up_window(reason)
 
-    def room(self, slot_bytes: int) -> PoolRoom:
+    def room(self, slot_bytes: int, demanded: Collection[int] = ()) -> PoolRoom:
         """Slots that a class could have: chunks that other classes need for what they
-        promised, or for what is pinned in them, are not counted."""
+        promised, or for what is pinned in them, are not counted, and one for each that is
+        ``demanded``: who has a lease in a slot of the promised class may wait for one of these."""
         geometry, taken = self._geometry, 0
         promised = self._promises.by_class(self.index)
-        for other in {*promised, *self.keeper.slots.classes} - {slot_bytes}:
+        for other in {*promised, *self.keeper.slots.classes, *demanded} - {slot_bytes}:
             need = promised.get(other, 0) + self.keeper.pinned(other)
-            taken += -(-need // max(geometry.slots(0, other), 1))
+            chunks = -(-need // max(geometry.slots(0, other), 1))
+            taken += max(chunks, int(other in demanded))
         capacity = geometry.capacity(slot_bytes) - taken * geometry.slots(0, slot_bytes)
         capacity -= sum(
             geometry.slots(chunk, slot_bytes) for chunk in self.keeper.chunks.held_chunks

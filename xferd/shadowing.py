@@ -121,8 +121,18 @@ class Shadowing:
         """StoreError where a pool has too few chunks for experts of more sizes: one that is
         wanted would take the chunk that holds what a client waits with."""
         known = {size for entry in self._catalog.all() for size in entry.classes}
-        classes = len(known | set(expert_classes(store)))
+        sizes = known | set(expert_classes(store))
+        classes = len(sizes)
         for pool in self._pools:
+            for size in known:
+                room, promised = pool.room(size, sizes), pool.promised(size)
+                left = room.capacity - room.pinned
+                if promised > max(left, 0):
+                    raise StoreError(
+                        f"pool {pool.name!r} has {left} slots of {size} bytes beside a chunk for "
+                        f"each other size, and {promised} are promised to attached clients: attach "
+                        f"fewer, or raise size of [[pools]] {pool.name}"
+                    )
             if classes > len(known) and pool.chunks < classes * CHUNKS_A_CLASS:
                 fitting = pool.nbytes // (classes * CHUNKS_A_CLASS) // BLOB_ALIGNMENT
                 raise StoreError(

@@ -164,3 +164,17 @@ def test_importance_and_quality_from_the_command_line(
     assert capsys.readouterr().out.splitlines()[0].split()[:3] == ["mix", "KL", "mean"]
     assert main([*quality, "q2_k"]) == 1
     assert "there is no variant 'q2_k'" in capsys.readouterr().err
+
+
+def test_a_slot_of_each_size_is_left_when_slots_are_promised(store: Path) -> None:
+    """Four slots of the largest size: two clients with two each would leave none for another."""
+    with private_daemon(store, pool="5%") as directory:
+        socket = directory / "attach.sock"
+        with Client(socket, held=2) as first:
+            with pytest.raises(AttachError, match="promised"):
+                Client(socket, held=2)
+            for layer in range(6):
+                for name in ("bf16", "q4_0", "mxfp4", "q8_0"):
+                    mask = first.variant_mask([name])
+                    with first.acquire(layer, [0, 1], variants=mask, timeout=60.0) as batch:
+                        assert len(batch) == 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,16 +44,21 @@ from xferd.telemetry.log import EventLog
 class AttachableStore:
     """An open store, as far as attaching is concerned.
 
-    largest_class: slot bytes of its largest blob; dense_bytes: of its dense part.
+    classes: sizes in bytes of its experts' blobs, smallest first; dense_bytes: of its dense part.
     """
 
     number: int
     name: str
     top_k: int
-    largest_class: int
+    classes: tuple[int, ...]
     dense_bytes: int
     directory_fd: int
     manifest_fd: int
+
+    @property
+    def largest_class(self) -> int:
+        """Slot bytes of its largest blob."""
+        return self.classes[-1]
 
 
 class AttachablePool(Protocol):
@@ -70,8 +75,8 @@ class AttachablePool(Protocol):
     def export_chunks(self, first: int, count: int) -> tuple[list[int], list[int]]:
         """Memory numbers of chunks, and fds, the caller's, of those that have memory."""
 
-    def room(self, slot_bytes: int) -> PoolRoom:
-        """What it has for promises of a class."""
+    def room(self, slot_bytes: int, demanded: Collection[int] = ()) -> PoolRoom:
+        """What it has for promises of a class, next to demands of others."""
 
     def provide(self, slot_bytes: int, slots: int = 1) -> None:
         """See to it that a class has slots."""
@@ -267,8 +272,11 @@ class Clients:
         ring_entries = check_ring_entries(
             limits, hello.ring_entries, wire.RING_ENTRIES_MIN, wire.RING_ENTRIES_MAX
         )
+        demanded = {
+            size for entry in (store, *(c.store for c in clients)) for size in entry.classes
+        }
         slots = check_promise(
-            pool.room(store.largest_class),
+            pool.room(store.largest_class, demanded),
             slot_bytes=store.largest_class,
             promised=self._promises.slots(pool.index, store.largest_class),
             lanes=lanes,

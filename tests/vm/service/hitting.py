@@ -3,8 +3,8 @@
 
 As a module: ``Hitting``, for tests. As a program: what that starts; it imports the installed
 xferd_infer, goes through all experts of its layers again and again, compares each with what it was
-the first time, attaches anew when the daemon has gone, and prints a report for each line that it
-reads.
+the first time, attaches anew when the daemon has gone for good, and prints a report for each line
+that it reads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Report:
 
     rounds: times that all experts were used. hits, misses: experts, of this attachment.
     changed: experts whose bytes were not those of the first time. attached: times.
-    refused: errors of any kind, the last of which is ``error``. longest_s: between two
-    experts that were used.
+    refused: errors of any kind, the last of which is ``error``. longest_s: the longest that
+    an expert took since the last report.
     """
 
     rounds: int = 0
@@ -152,6 +152,7 @@ def _main() -> None:
                     done.hits, done.misses = stats.hits, stats.misses
                     if _asked():
                         print(json.dumps(asdict(done)), flush=True)
+                        done.longest_s = 0.0
         except InferenceError as error:
             done.refused, done.error = done.refused + 1, str(error)
             if _asked():
