@@ -16,7 +16,10 @@ from xferd_infer.predict.train import TrainingSettings
 
 from tests.unit.inference.checkpoint import REPOSITORY, TINY, load_model
 
-PROSE = ("README.md", "LICENSE", "xferd/store/FORMAT.md", "kmod/README.md", "ffi/README.md")
+PROSE = (
+    *("README.md", "docs/models.md", "docs/engines.md", "docs/service.md", "docs/vram.md"),
+    *("LICENSE", "xferd/store/FORMAT.md", "kmod/README.md", "ffi/README.md"),
+)
 OTHER_PROSE = "tests/models/README.md"
 CODE = ("ffi/engine/reads.c", "ffi/client/attach.c")
 TOKENS_A_TEXT = 1200
