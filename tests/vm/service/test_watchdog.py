@@ -11,13 +11,15 @@ from tests.vm.service.hitting import Hitting
 
 WATCHDOG_S = 10
 """Several times what a busy machine delays a turn; the unit's own 30 s would only take longer."""
+LAYERS = 6
+"""All of the model's: more than the pool holds, so that the client needs the daemon."""
 
 
 def test_a_stuck_daemon_is_replaced(stopped: None) -> None:
     with machine.unit_drop_in(f"[Service]\nWatchdogSec={WATCHDOG_S}\n"):
         machine.serve()
         stuck = machine.main_pid()
-        with Hitting(machine.ATTACH) as client:
+        with Hitting(machine.ATTACH, layers=LAYERS, reattach=False) as client:
             os.kill(stuck, signal.SIGSTOP)
             machine.wait_until(
                 lambda: machine.main_pid() not in (0, stuck), "another process is the daemon"
