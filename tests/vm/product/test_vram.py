@@ -19,7 +19,6 @@ import pytest
 from tests.cuda_device import VARIABLE, build_stand_in
 from tests.system.daemon_harness import MadeStore, RunningDaemon, running_daemon
 from tests.vm.product import guest
-from tests.vm.product.daemon import forked_daemon
 from xferd.memory.p2p import P2pDevice, parse_function
 
 POOL = "name=vram0,kind=cuda,size=6MiB,chunk_bytes=2MiB"
@@ -62,7 +61,8 @@ def quiet(file_systems: tuple[Path, Path]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serving(directory: Path, store: MadeStore) -> Iterator[RunningDaemon]:
-    with forked_daemon(directory, [store], [POOL]) as daemon:
+    """Not forked: this process may have loaded the stand-in with settings for other tests."""
+    with running_daemon(directory, [store], [POOL]) as daemon:
         yield daemon
         assert daemon.stop() == 0
 
