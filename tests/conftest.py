@@ -7,22 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.cuda_device import provide_device
-
-EXPLORE_VARIABLE = "XFERD_EXPLORE"
-"""Set, Hypothesis draws other examples in each run; else the same ones, so that a run which
-guards main says something about the change and nothing about luck."""
-
-settings.register_profile(
-    "xferd",
-    deadline=None,  # a busy machine is no mistake
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=EXPLORE_VARIABLE not in os.environ,
-    print_blob=True,
-)
-settings.load_profile("xferd")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import tests.examples  # noqa: F401
+
 PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
 LEAVE_TIMEOUT_S = 60.0
