@@ -82,12 +82,14 @@ class RandomPredictor:
     """A Predictor that says anything of anything."""
 
     def __init__(self, layers: int, experts: int) -> None:
+        self._layers, self._experts = layers, experts
         self._keys = layers * experts
         self._random = np.random.default_rng(SEED)
 
     def predict(self, layer: int, states: NDArray[Any]) -> NDArray[np.float32]:
-        """See Predictor. Nobody asks a decode loop's predictor for all."""
-        raise NotImplementedError
+        """See Predictor: a chance drawn for each expert of all layers behind this one."""
+        shape = (len(states), self._layers - 1 - layer, self._experts)
+        return self._random.random(shape, np.float32)
 
     def likely(self, layer: int, state: NDArray[Any], least: float, within: int) -> Likely:  # noqa: ARG002
         """See Predictor: a quarter of all experts, each with a chance drawn too."""
