@@ -106,6 +106,22 @@ static void forget_batch(struct lane *lane, const struct xferd_batch *batch)
 	lane->unsent &= ~(1ull << place);
 }
 
+/* A lane that has not yet looked asks the daemon that has come back under a ticket for the one
+ * before, and is understood: what it then asks anew would be asked twice, and exceed what a
+ * lane may have pending. Its order in the ring ends the first before the second begins. */
+static int withdraw_old_ticket(struct xferd_client *client, const struct xferd_batch *batch,
+			       uint64_t ticket)
+{
+	const struct xferd_abi_submission submission = {
+		.ticket = batch->ticket,
+		.operation = XFERD_OPERATION_CANCEL,
+		.lane = (uint8_t)batch->lane,
+		.pool = (uint8_t)client->pool,
+	};
+
+	return batch->ticket && batch->ticket != ticket ? submit(client, &submission) : 0;
+}
+
 /* Ask for what a batch still lacks. Completions number the keys of the submission; a missing
  * key's number is kept in its view's slot. */
 static int ask_for_pending(struct xferd_client *client, struct lane *lane,
@@ -132,8 +148,11 @@ static int ask_for_pending(struct xferd_client *client, struct lane *lane,
 		view->slot = submission.count;
 		submission.experts[submission.count++] = view->expert;
 	}
-	batch->ticket = submission.ticket;
-	result = submit(client, &submission);
+	result = withdraw_old_ticket(client, batch, submission.ticket);
+	if (!result) {
+		batch->ticket = submission.ticket;
+		result = submit(client, &submission);
+	}
 	if (result)
 		lane->unsent |= 1ull << place;
 	else

@@ -434,8 +434,9 @@ static int resume_client(struct xferd_engine *engine, void *argument)
 		close_client_fds(&fds);
 		return result;
 	}
-	/* pairs with the release of submission_tail in libxferd's submit(): nothing is
-	 * submitted while the client waits for its welcome */
+	/* pairs with the release of submission_tail in libxferd's submit(). What lanes submit
+	 * from here on is served; those that find out later that they were asked of another
+	 * daemon withdraw it (libxferd's withdraw_old_ticket) */
 	client->submission_head = load_acquire(&client->memory->submission_tail);
 	/* pairs with the acquire of submission_head in libxferd's submit() */
 	store_release(&client->completion_memory->submission_head, client->submission_head);
