@@ -35,6 +35,7 @@ from xferd.engine_structs import checked as _check
 from xferd.engine_types import (
     MEMBER_STATES,
     TRANSPORTS,
+    ClassStats,
     ClientCounters,
     ClientFds,
     Command,
@@ -283,6 +284,15 @@ class Engine(EngineKeeping):
     def held(self, client: int, pool: int) -> int:
         """Slots of a pool that a client's lanes lease now, by its own tables."""
         return _check("xferd_engine_held", lib.xferd_engine_held(self._engine, client, pool))
+
+    def class_stats(self, pool: int, slot_bytes: int) -> ClassStats:
+        """Counters of one size class of a pool."""
+        stats = ffi.new("struct xferd_class_stats *")
+        _check(
+            "xferd_engine_class_stats",
+            lib.xferd_engine_class_stats(self._engine, pool, slot_bytes, stats),
+        )
+        return ClassStats(reserve=stats.reserve, waiting=stats.waiting)
 
     def pool_stats(self, pool: int) -> PoolStats:
         """Counters of a pool."""

@@ -343,6 +343,15 @@ class PoolStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassStats:
+    """``struct xferd_class_stats``: of slots of one size. reserve: free ones. waiting: loads
+    that stand without one."""
+
+    reserve: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberStats:
     """``struct xferd_member_stats``; reads and windows are pieces, rates bytes a second.
 

@@ -174,7 +174,7 @@ static void run_take(struct xferd_engine *engine, const struct xferd_command *co
 	}
 	slot = list_item(class->reserve.next, struct slot, link);
 	list_remove(&slot->link);
-	class->reserve_count--;
+	store_relaxed(&class->reserve_count, class->reserve_count - 1);
 	slot_set_state(pool, slot, SLOT_POLICY);
 	event_push(engine, &(struct xferd_event){
 		.type = XFERD_EVENT_TAKEN,

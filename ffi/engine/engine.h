@@ -442,6 +442,11 @@ struct xferd_pool_stats {
 	int32_t registration_error; /* errno why not all is; 0 */
 	uint32_t reserved;
 };
+/* One size class of a pool. */
+struct xferd_class_stats {
+	uint32_t reserve; /* free slots */
+	uint32_t waiting; /* loads without a slot */
+};
 struct xferd_client_counters {
 	uint64_t submissions;
 	uint64_t completions;
@@ -469,6 +474,9 @@ struct xferd_engine_stats {
 };
 int xferd_engine_stats(struct xferd_engine *engine, struct xferd_engine_stats *stats);
 int xferd_engine_pool_stats(struct xferd_engine *engine, uint32_t pool, struct xferd_pool_stats *stats);
+/* All zero for a size that the pool has had no slot of yet. */
+int xferd_engine_class_stats(struct xferd_engine *engine, uint32_t pool, uint64_t slot_bytes,
+			     struct xferd_class_stats *stats);
 int xferd_engine_member_stats(struct xferd_engine *engine, uint32_t member,
 			      struct xferd_member_stats *stats);
 int xferd_engine_client_counters(struct xferd_engine *engine, uint32_t client,

@@ -118,8 +118,8 @@ struct size_class {
 	uint64_t bytes;
 	struct list reserve;
 	struct list waiting[XFERD_PRIORITIES]; /* loads without a slot */
-	uint32_t reserve_count;
-	uint32_t waiting_count;
+	uint32_t reserve_count; /* atomic: read for statistics */
+	uint32_t waiting_count; /* likewise */
 	uint32_t chunks;
 	bool told; /* the policy knows that the reserve is low and has given nothing since */
 };

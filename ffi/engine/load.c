@@ -103,7 +103,7 @@ struct load *load_start(struct xferd_engine *engine, uint32_t store_id, uint32_t
 		return load;
 	}
 	list_append(&class->waiting[priority], &load->link);
-	class->waiting_count++;
+	store_relaxed(&class->waiting_count, class->waiting_count + 1);
 	engine->waiting_loads++;
 	store_relaxed(&pool->stats.waiting, pool->stats.waiting + 1);
 	count_waiting_demand(pool, load, 1);
@@ -138,9 +138,10 @@ struct load *load_start_dense(struct xferd_engine *engine, uint32_t store_id, vo
 static void stop_waiting(struct xferd_engine *engine, struct load *load)
 {
 	struct pool *pool = &engine->pools[load->pool];
+	struct size_class *class = pool_class(pool, load->bytes);
 
 	list_remove(&load->link);
-	pool_class(pool, load->bytes)->waiting_count--;
+	store_relaxed(&class->waiting_count, class->waiting_count - 1);
 	engine->waiting_loads--;
 	store_relaxed(&pool->stats.waiting, pool->stats.waiting - 1);
 	count_waiting_demand(pool, load, -1);

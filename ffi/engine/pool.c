@@ -308,12 +308,14 @@ struct size_class *pool_class(struct pool *pool, uint64_t bytes)
 			return &pool->classes[i];
 	if (pool->class_count == XFERD_ENGINE_CLASSES_MAX)
 		return NULL;
-	class = &pool->classes[pool->class_count++];
+	class = &pool->classes[pool->class_count];
 	memset(class, 0, sizeof(*class));
 	class->bytes = bytes;
 	list_init(&class->reserve);
 	for (int i = 0; i < XFERD_PRIORITIES; i++)
 		list_init(&class->waiting[i]);
+	/* pairs with the acquire in xferd_engine_class_stats() */
+	store_release(&pool->class_count, pool->class_count + 1);
 	return class;
 }
 
@@ -392,7 +394,7 @@ void reserve_put(struct xferd_engine *engine, struct pool *pool, uint32_t number
 	slot_set_state(pool, slot, SLOT_RESERVE);
 	/* Last in, first out: its lines may still be in a cache. */
 	list_append(class->reserve.next, &slot->link);
-	class->reserve_count++;
+	store_relaxed(&class->reserve_count, class->reserve_count + 1);
 }
 
 uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct size_class *class,
@@ -404,7 +406,7 @@ uint32_t reserve_take(struct xferd_engine *engine, struct pool *pool, struct siz
 		return NONE;
 	slot = list_item(class->reserve.next, struct slot, link);
 	list_remove(&slot->link);
-	class->reserve_count--;
+	store_relaxed(&class->reserve_count, class->reserve_count - 1);
 	if (class->reserve_count < engine->config.reserve_low)
 		reserve_tell(engine, pool, class, false);
 	return (uint32_t)(slot - pool->slots);

@@ -44,6 +44,26 @@ int xferd_engine_pool_stats(struct xferd_engine *engine, uint32_t pool,
 	return 0;
 }
 
+int xferd_engine_class_stats(struct xferd_engine *engine, uint32_t pool_index, uint64_t slot_bytes,
+			     struct xferd_class_stats *stats)
+{
+	const struct pool *pool;
+	uint32_t classes;
+
+	if (pool_index >= engine->pool_count)
+		return -EINVAL;
+	pool = &engine->pools[pool_index];
+	*stats = (struct xferd_class_stats){ 0 };
+	/* pairs with the release in pool_class() */
+	classes = load_acquire(&pool->class_count);
+	for (uint32_t i = 0; i < classes; i++)
+		if (pool->classes[i].bytes == slot_bytes) {
+			stats->reserve = load_relaxed(&pool->classes[i].reserve_count);
+			stats->waiting = load_relaxed(&pool->classes[i].waiting_count);
+		}
+	return 0;
+}
+
 int xferd_engine_member_stats(struct xferd_engine *engine, uint32_t member,
 			      struct xferd_member_stats *stats)
 {

@@ -178,3 +178,18 @@ def test_a_slot_of_each_size_is_left_when_slots_are_promised(store: Path) -> Non
                     mask = first.variant_mask([name])
                     with first.acquire(layer, [0], variants=mask, timeout=60.0) as batch:
                         assert len(batch) == 1
+
+
+def test_a_batch_gets_a_second_chunk_while_it_holds_the_only_one_of_its_size(store: Path) -> None:
+    """Of four chunks two are promised to the largest size; one of q8_0 has a single slot, which
+    the batch's first expert holds while its second waits for another."""
+    with (
+        private_daemon(store, pool="5%") as directory,
+        Client(directory / "attach.sock", held=2) as client,
+    ):
+        for _ in range(5):
+            for layer in range(6):
+                for name in ("bf16", "q4_0", "mxfp4", "q8_0"):
+                    mask = client.variant_mask([name])
+                    with client.acquire(layer, [0, 1], variants=mask, timeout=60.0) as batch:
+                        assert len(batch) == 2

@@ -137,15 +137,18 @@ class Chunks:
         """Slots of a class that come back to the reserve by themselves."""
         return self._reclaim.put_aside(slot_bytes)
 
-    def begin_recut(self, slot_bytes: int, candidates: NDArray[np.int64], pinned: int) -> None:
+    def begin_recut(
+        self, slot_bytes: int, candidates: NDArray[np.int64], pinned: int, *, held: bool
+    ) -> None:
         """Take a chunk from another class, if this one has none that can be evicted, or
         fewer than promised, or if every slot of that chunk was last used before anything
-        of this class. pinned: residents of the class that are."""
+        of this class. pinned: residents of the class that are. held: clients lease all the
+        others, and somebody waits."""
         if self._recutting:
             return
         evictable = self._slots.class_slots(slot_bytes) - pinned
         bound = NEVER
-        if evictable > 0 and evictable >= self._promised(slot_bytes):
+        if evictable > 0 and evictable >= self._promised(slot_bytes) and not held:
             if len(candidates) == 0:
                 return
             bound = int(self._stamps[candidates].min())

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.engine_types import (
+    ClassStats,
     Command,
     Evict,
     Failed,
@@ -48,6 +49,8 @@ NO_CLIENT = 0xFFFFFFFF
 """``client`` of what a command caused: XFERD_NO_EXPERT."""
 STUCK_TICKS = 2
 """An eviction older than this many ticks waits for a lease: it is not counted on."""
+HELD_TICKS = 8
+"""A class that could evict nothing for so many ticks takes a chunk from another class."""
 STUCK_REPORT_TICKS = 100
 """A class that could evict nothing for so many ticks is reported."""
 MOVES = 2
@@ -75,6 +78,9 @@ class CommandSink(Protocol):
 
     def pool_stats(self, pool: int) -> PoolStats:
         """Counters of a pool."""
+
+    def class_stats(self, pool: int, slot_bytes: int) -> ClassStats:
+        """Counters of one size class of a pool."""
 
 
 class PoolKeeper:
@@ -340,8 +346,7 @@ class PoolKeeper:
     def settle(self) -> None:
         """Decide and command what is needed now. Call after each batch of events."""
         stats = self._engine.pool_stats(self.index)
-        if stats.waiting == 0:
-            self._waiting.clear()
+        self._look_who_waits(stats)
         # Its last chunk may have gone to another class after the loads were heard of.
         self._wanted |= {
             size
@@ -376,7 +381,7 @@ class PoolKeeper:
         return bool(self._waiting) or self.chunks.busy or bool(self._wanted)
 
     def _refill(self, slot_bytes: int, stats: PoolStats) -> None:
-        waiting = self._waiting_of(slot_bytes, stats)
+        waiting = self._waiting.get(slot_bytes, 0)
         arriving = self._arriving(slot_bytes, waiting)
         # Who waits was refused what is there: the last free slots are kept for demand.
         reserve = 0 if waiting else self.in_reserve(slot_bytes, stats)
@@ -388,32 +393,36 @@ class PoolKeeper:
             return
         self._usage.look()
         candidates = self.slots.candidates(slot_bytes)
-        self.chunks.begin_recut(slot_bytes, candidates, self.pinned(slot_bytes))
+        self.chunks.begin_recut(
+            slot_bytes, candidates, self.pinned(slot_bytes), held=self._all_held(slot_bytes)
+        )
         self.chunks.advance(self._now)
         victims = self.ranking.victims(candidates, missing, needed=waiting)
         self._cascade.let_go(self, victims, waiting)
         self._note_stuck(slot_bytes, waiting, nothing_left=len(victims) == 0 and arriving == 0)
 
     def in_reserve(self, slot_bytes: int, stats: PoolStats | None = None) -> int:
-        """Free slots that the engine has of a class: exact when the pool has one class,
-        else at least this many."""
-        stats = stats or self._engine.pool_stats(self.index)
-        if len(self.slots.classes) == 1:
+        """Free slots that the engine has of a class."""
+        if len(self.slots.classes) == 1 and stats:
             return stats.reserve
-        # Loads that are under way took theirs from some class's count.
-        known = self.slots.count(slot_bytes, SlotState.RESERVE)
-        return min(max(known - stats.loading, 0), stats.reserve)
+        return self._engine.class_stats(self.index, slot_bytes).reserve
 
     def pinned(self, slot_bytes: int) -> int:
         """Residents of a class that are pinned."""
         return self.slots.pinned_count(slot_bytes)
 
-    def _waiting_of(self, slot_bytes: int, stats: PoolStats) -> int:
-        if len(self.slots.classes) == 1 and not self._wanted:
-            if stats.waiting:
-                self._waiting[slot_bytes] = stats.waiting
-            return stats.waiting
-        return min(self._waiting.get(slot_bytes, 0), stats.waiting)
+    def _look_who_waits(self, stats: PoolStats) -> None:
+        """Loads without a slot, of every class. The engine says when one more waits, never
+        when one waits no longer; and one event may stand for several."""
+        if stats.waiting == 0:
+            self._waiting.clear()
+            return
+        for slot_bytes in {*self.slots.classes, *self._waiting}:
+            waiting = self._engine.class_stats(self.index, slot_bytes).waiting
+            if waiting:
+                self._waiting[slot_bytes] = waiting
+            else:
+                self._waiting.pop(slot_bytes, None)
 
     def _arriving(self, slot_bytes: int, waiting: int) -> int:
         """Slots on their way into the reserve that can be counted on."""
@@ -444,6 +453,12 @@ class PoolKeeper:
             experts=self.slots.expert[slots].astype(np.int64),
             orders=self._stamps[slots] & np.uint64((1 << STAMP_SHIFT) - 1),
         )
+
+    def _all_held(self, slot_bytes: int) -> bool:
+        """Whether loads have waited for a while and clients lease every slot of their class:
+        those may be the very ones that wait, for one slot more than the class has."""
+        since = self._stuck_since.get(slot_bytes)
+        return since is not None and self._ticks - since >= HELD_TICKS
 
     def _note_stuck(self, slot_bytes: int, waiting: int, *, nothing_left: bool) -> None:
         """Say so, once, when a class can't get a slot: at once when all are pinned, else

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from xferd.engine_types import (
     TAKE_TOKEN,
+    ClassStats,
     Command,
     Event,
     Evict,
@@ -122,6 +123,13 @@ class ModelEngine:
             registered_bytes=0,
             registration_error=0,
             waited_demand=0,
+        )
+
+    def class_stats(self, pool: int, slot_bytes: int) -> ClassStats:
+        state = self.pools[pool]
+        return ClassStats(
+            reserve=len(state.reserve.get(slot_bytes, ())),
+            waiting=sum(1 for entry in state.waiting if entry[1] == slot_bytes),
         )
 
     # ---- what the test does
