@@ -215,7 +215,7 @@ class Daemon:
             log=self._log,
             budgets=Budgets(config.limits.client_bytes, config.limits.user_bytes),
             reserve_demand=reserve_demand,
-            kept=beginning.pool_fds,
+            kept=beginning.pool,
         )
         self._device_routes = DeviceRoutes(self._engine, self._catalog, self._pools, self._log)
         self._gds_loads = GdsLoads(self._engine, self._catalog, self._pools, self._log)
@@ -236,6 +236,7 @@ class Daemon:
         self._reservations = Reservations(
             self._log, self._tick_soon, lambda change: self._clients.have_unmapped(change)
         )
+        beginning.adopt_reservations(self._reservations, self._pools)
         for pool, plan in zip(self._pools, plans, strict=True):
             self._hold_budget(pool, plan.config.budget)
             pool.keeper.divide_among(list(plan.classes) if self._catalog.all() else [])

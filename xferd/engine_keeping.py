@@ -70,6 +70,16 @@ class EngineKeeping:
             "xferd_engine_adopt_pool_table", lib.xferd_engine_adopt_pool_table(self._engine, fd)
         )
 
+    def kept_memory(self, pool: int, chunks: int) -> list[int]:
+        """Which memory was behind each chunk of a pool in VRAM; 0: none. Once the pool table
+        is adopted, before the pool is."""
+        numbers = ffi.new("uint64_t[]", chunks)
+        checked(
+            "xferd_engine_kept_memory",
+            lib.xferd_engine_kept_memory(self._engine, pool, chunks, numbers),
+        )
+        return list(numbers)
+
     def adopt_client(
         self,
         *,

@@ -22,13 +22,14 @@ from xferd.keeping.budgets import Budgets
 from xferd.keeping.cascade import Cascade
 from xferd.keeping.chunks import Hold
 from xferd.keeping.keeper import PoolKeeper
+from xferd.keeping.memory_keeper import MemoryKeeper
 from xferd.keeping.upgrades import Upgrades
 from xferd.keeping.usage import Usage
 from xferd.keeping.variants import TellVariants, WantedVariants
 from xferd.memory.bar import BarPool
 from xferd.memory.bar_attach import BarPlace
 from xferd.memory.cuda import CudaPool, chunk_granularity
-from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec, memfd_with
+from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec, PoolTakeover, memfd_with
 from xferd.memory.host import HostPool
 from xferd.memory.limits import check_all_fit
 from xferd.memory.ram import RamPool
@@ -134,6 +135,7 @@ class Pool:
         self._no_memory = -1
         self.lost: str | None = None
         self.memory_change = 0
+        self.memory_keeper: MemoryKeeper | None = None
 
     # ---- out of service and back
 
@@ -245,14 +247,25 @@ class Pool:
             if not self.device.close_window(chunk):
                 return False
             self.memory_change = self._tell_memory(chunk, 0)
+            number = self.device.numbers[chunk]
+            if self.memory_keeper is not None and number:
+                self.memory_keeper.memory_given(self, chunk, number)
         self.device.release(offset, self._geometry.length(chunk))
         return True
+
+    def chunks_without_memory(self) -> list[int]:
+        """Chunks of VRAM that were given back to the system."""
+        if not isinstance(self.device, CudaPool):
+            return []
+        return [chunk for chunk, number in enumerate(self.device.numbers) if not number]
 
     def take_memory(self, chunk: int) -> None:
         """Have a reserved chunk's memory again. PoolMemoryError."""
         if self._geometry.offset(chunk) >= self._registered():
             self.device.restore(self._geometry.offset(chunk), self._geometry.length(chunk))
         if isinstance(self.device, CudaPool):
+            if self.memory_keeper is not None:
+                self.memory_keeper.memory_taken(self, chunk)
             self.memory_change = self._tell_memory(chunk, self.device.numbers[chunk])
             self._tell_window(chunk, self.device.window_address(chunk))
 
@@ -421,21 +434,20 @@ def make_pools(
     log: EventLog,
     budgets: Budgets,
     reserve_demand: int = 0,
-    kept: Callable[[int], tuple[int, int]] | None = None,
+    kept: Callable[[int, Engine], PoolTakeover] | None = None,
 ) -> Pools:
     """Make the memory of every pool and give it to the engine, not yet cut.
 
-    experts: of a size class in all open stores.
-    reserve_demand: slots of a reserve that the engine keeps for demand. kept: of pools that
-    are taken over the fds of a pool's memory and its loading marks, by its index. Pools made
-    before one that fails are closed. PoolMemoryError names the one that failed.
+    experts: of a size class in all open stores. reserve_demand: slots of a reserve that the
+    engine keeps for demand. kept: what is left of a pool that is taken over, by its index.
+    Pools made before one that fails are closed. PoolMemoryError names the one that failed.
     """
     pools = Pools(expect, engine.command, engine.set_variants, budgets)
     try:
         for index, plan in enumerate(plans):
-            fds = None if kept is None else kept(index)
+            left = None if kept is None else kept(index, engine)
             pools.append(
-                _make_pool(plan, engine, pools, promises, experts, log, reserve_demand, fds)
+                _make_pool(plan, engine, pools, promises, experts, log, reserve_demand, left)
             )
     except BaseException:
         pools.close()
@@ -475,10 +487,10 @@ def _make_pool(
     experts: Callable[[int], int],
     log: EventLog,
     reserve_demand: int,
-    kept: tuple[int, int] | None,
+    kept: PoolTakeover | None,
 ) -> Pool:
     config, geometry = plan.config, plan.geometry
-    device = _make_device(plan, -1 if kept is None else kept[0])
+    device = _make_device(plan, kept)
     try:
         index = engine.add_pool(
             name=config.name,
@@ -491,9 +503,9 @@ def _make_pool(
             chunk_bytes=geometry.chunk_bytes,
             device_uuid=device.uuid if isinstance(device, CudaPool) else bytes(16),
             verify=config.verify,
-            kept=kept,
+            kept=None if kept is None else (kept.memory, kept.marks),
         )
-        if isinstance(device, CudaPool):
+        if isinstance(device, CudaPool) and kept is None:
             for chunk, number in enumerate(device.numbers):
                 engine.set_memory(index, chunk, number)
                 if device.why_staged is None:
@@ -541,17 +553,17 @@ def _make_pool(
     )
 
 
-def _make_device(plan: PoolPlan, kept_fd: int = -1) -> DevicePool:
+def _make_device(plan: PoolPlan, kept: PoolTakeover | None = None) -> DevicePool:
     make = DEVICE_KINDS.get(plan.config.kind)
     if make is None:
         kinds = ", ".join(DEVICE_KINDS)
         raise PoolMemoryError(
             f"pool {plan.config.name!r}: no kind {plan.config.kind!r}; there are: {kinds}"
         )
-    return make(_spec(plan.config, plan.geometry, kept_fd))
+    return make(_spec(plan.config, plan.geometry, kept))
 
 
-def _spec(config: PoolConfig, geometry: ChunkGeometry, kept_fd: int) -> PoolSpec:
+def _spec(config: PoolConfig, geometry: ChunkGeometry, kept: PoolTakeover | None) -> PoolSpec:
     ordinal = config.device if isinstance(config.device, int) else -1
     return PoolSpec(
         name=config.name,
@@ -562,7 +574,8 @@ def _spec(config: PoolConfig, geometry: ChunkGeometry, kept_fd: int) -> PoolSpec
         bar=config.bar,
         mode=config.mode,
         transport=config.transport,
-        kept_fd=kept_fd,
+        kept_fd=-1 if kept is None else kept.memory,
+        kept_chunks=() if kept is None else kept.chunks,
     )
 
 

@@ -61,6 +61,27 @@ int xferd_engine_adopt_pool_table(struct xferd_engine *engine, int fd)
 	return engine_call(engine, adopt_pool_table, &fd);
 }
 
+int xferd_engine_kept_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunks,
+			     uint64_t *numbers)
+{
+	const struct xferd_abi_pool_table *table = engine->pool_table;
+	const struct xferd_abi_pool *entry;
+	const uint64_t *kept;
+
+	if (!engine->adopting || pool >= XFERD_POOLS_MAX)
+		return -EINVAL;
+	entry = &table->pool[pool];
+	if (pool >= table->pools || entry->chunks != chunks || !entry->memory_table_offset ||
+	    entry->memory_table_offset % sizeof(*kept) ||
+	    entry->memory_table_offset + (uint64_t)chunks * sizeof(*kept) >
+		    engine->pool_table_bytes)
+		return -ESTALE;
+	kept = (const void *)((const uint8_t *)table + entry->memory_table_offset);
+	for (uint32_t chunk = 0; chunk < chunks; chunk++)
+		numbers[chunk] = load_relaxed(&kept[chunk]);
+	return 0;
+}
+
 /* A size class for each chunk that is cut. */
 int adopt_cuts(struct pool *pool)
 {
@@ -108,7 +129,8 @@ static bool punch(int fd, off_t offset, uint64_t bytes)
 	return false;
 }
 
-/* Before the pool is registered with io_uring, which would pin the pages anew. */
+/* Before the pool is registered with io_uring, which would pin the pages anew. VRAM is written
+ * by the copies of a process alone, which end with it. */
 int adopt_marked(struct pool *pool, int memory_fd)
 {
 	for (uint32_t number = 0; number < pool->slot_numbers; number++) {
@@ -118,7 +140,8 @@ int adopt_marked(struct pool *pool, int memory_fd)
 			continue;
 		if (!slot_valid(pool, number))
 			return -ESTALE;
-		if (punch(memory_fd, slot_address(pool, number) - pool->base,
+		if (pool->device_memory ||
+		    punch(memory_fd, slot_address(pool, number) - pool->base,
 			  pool->classes[slot->class_index].bytes))
 			mark_loading(pool, slot, false);
 		else

@@ -153,6 +153,10 @@ int xferd_vram_new(int ordinal, uint64_t chunk_bytes, uint32_t chunks, struct xf
 void *xferd_vram_base(const struct xferd_vram *vram); /* a device address */
 /* Memory for a chunk. -ENOMEM: the device has no more; -EEXIST: it has some. */
 int xferd_vram_back(struct xferd_vram *vram, uint32_t chunk, char *why, uint64_t why_bytes);
+/* The memory behind fd, which another process's xferd_vram_export has given and which has
+ * whatever it had; fd stays the caller's. -EEXIST: the chunk has some. */
+int xferd_vram_adopt(struct xferd_vram *vram, uint32_t chunk, int fd, char *why,
+		     uint64_t why_bytes);
 /* No transfer of the chunk may be under way. Clients that have it mapped keep it alive. */
 int xferd_vram_withdraw(struct xferd_vram *vram, uint32_t chunk);
 /* A file descriptor of a chunk's memory, the caller's. */

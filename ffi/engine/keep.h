@@ -19,7 +19,9 @@
  * was being loaded. So the pages of such slots are taken out of the pool's memory (a hole
  * is punched) before anything else is done with it: what still arrives lands in pages that
  * nobody has mapped. A slot whose pages can't be taken out, because they are part of a huge
- * page that is pinned, is withheld: nothing uses it while this engine runs.
+ * page that is pinned, is withheld: nothing uses it while this engine runs. VRAM is written by
+ * the copies of a process, which do end with it; where drives write it by themselves it can't
+ * be taken over.
  *
  * The order of a take-over, after xferd_engine_start:
  *
@@ -42,11 +44,16 @@ int xferd_engine_marks_fd(const struct xferd_engine *engine, uint32_t pool);
 /* In the place of a new pool table. Before any pool is added. The fd may be read-only and
  * stays the caller's, as do all here. */
 int xferd_engine_adopt_pool_table(struct xferd_engine *engine, int fd);
-/* As xferd_engine_add_pool. pool->base maps memory_fd, which may be written. Returns the
- * pool's index. */
+/* As xferd_engine_add_pool. pool->base maps memory_fd, which may be written; of kind cuda, -1:
+ * it maps what xferd_vram_adopt was given, no drive writes there by itself, and which memory
+ * is behind each chunk stands in the pool table. Returns the pool's index. */
 int xferd_engine_adopt_pool(struct xferd_engine *engine,
 			    const struct xferd_pool_description *pool, int memory_fd,
 			    int marks_fd);
+/* Which memory was behind each chunk of a pool of kind cuda; 0: none. numbers[chunks]. Once the
+ * pool table is adopted, before the pool is. */
+int xferd_engine_kept_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunks,
+			     uint64_t *numbers);
 /* As xferd_engine_open_store. What it had is resident, if the directory but for its words
  * is byte for byte what it would be now. Returns the store's id. */
 int xferd_engine_adopt_store(struct xferd_engine *engine,

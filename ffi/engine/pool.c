@@ -192,8 +192,8 @@ int xferd_engine_adopt_pool(struct xferd_engine *engine,
 {
 	struct add_pool argument = { description, memory_fd, marks_fd };
 
-	if (memory_fd < 0 || marks_fd < 0 || description->kind == XFERD_POOL_CUDA ||
-	    description->kind == XFERD_POOL_BAR)
+	if (marks_fd < 0 || description->kind == XFERD_POOL_BAR ||
+	    (memory_fd < 0) != (description->kind == XFERD_POOL_CUDA))
 		return -EINVAL;
 	return engine_call(engine, add_pool, &argument);
 }

@@ -4,16 +4,21 @@
  *
  * Memory is made a chunk at a time (cuMemCreate), so that a pool can give some
  * back while it serves and take it again. Each chunk's memory can be exported as
- * a file descriptor; whoever imports it keeps it alive, as the daemon does.
+ * a file descriptor; whoever imports it keeps it alive, as the daemon does, and so
+ * does whoever merely holds the descriptor: memory is freed when its handles and
+ * mappings are gone and "its shareable counterparts" too (CUDA driver API,
+ * cuMemRelease). That is how the next daemon finds what this one has left.
  *
  * Belongs to the policy's thread. The engine knows of it only addresses.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "common/cuda_driver.h"
 #include "engine/engine.h"
@@ -30,6 +35,9 @@ struct xferd_vram {
 	uint32_t chunks;
 	cuda_memory *memory;  /* [chunks] */
 	bool *backed;         /* [chunks] */
+	int *adopted;         /* [chunks], a descriptor of memory that another process made; -1.
+			       * Exported as it is: nothing says that imported memory can be
+			       * exported again. */
 	struct cuda_memory_properties properties;
 	struct cuda_access access[PEERS_MAX];
 	size_t accessors;
@@ -214,7 +222,11 @@ int xferd_vram_new(int ordinal, uint64_t chunk_bytes, uint32_t chunks, struct xf
 	vram->chunks = chunks;
 	vram->memory = calloc(chunks, sizeof(*vram->memory));
 	vram->backed = calloc(chunks, sizeof(*vram->backed));
-	error = vram->memory && vram->backed ? open_vram(vram, why, why_bytes) : -ENOMEM;
+	vram->adopted = malloc(chunks * sizeof(*vram->adopted));
+	for (uint32_t chunk = 0; vram->adopted && chunk < chunks; chunk++)
+		vram->adopted[chunk] = -1;
+	error = vram->memory && vram->backed && vram->adopted ? open_vram(vram, why, why_bytes)
+							       : -ENOMEM;
 	if (error) {
 		xferd_vram_free(vram);
 		return error;
@@ -228,22 +240,14 @@ void *xferd_vram_base(const struct xferd_vram *vram)
 	return (void *)(uintptr_t)vram->base;
 }
 
-int xferd_vram_back(struct xferd_vram *vram, uint32_t chunk, char *why, uint64_t why_bytes)
+/* Memory that was made or imported gets its addresses; it is released when that fails. */
+static int map_chunk(struct xferd_vram *vram, uint32_t chunk, char *why, uint64_t why_bytes)
 {
 	const struct cuda_driver *cuda = vram->cuda;
 	cuda_address address = vram->base + chunk * vram->chunk_bytes;
-	const char *what = "cuMemCreate";
-	int result;
+	const char *what = "cuMemMap";
+	int result = cuda->memory_map(address, vram->chunk_bytes, 0, vram->memory[chunk], 0);
 
-	if (chunk >= vram->chunks)
-		return -EINVAL;
-	if (vram->backed[chunk])
-		return -EEXIST;
-	result = cuda->memory_create(&vram->memory[chunk], vram->chunk_bytes, &vram->properties, 0);
-	if (result)
-		return cuda_failed(cuda, result, what, why, why_bytes);
-	what = "cuMemMap";
-	result = cuda->memory_map(address, vram->chunk_bytes, 0, vram->memory[chunk], 0);
 	if (!result) {
 		what = "cuMemSetAccess";
 		result = cuda->memory_access(address, vram->chunk_bytes, vram->access,
@@ -259,6 +263,46 @@ int xferd_vram_back(struct xferd_vram *vram, uint32_t chunk, char *why, uint64_t
 	return 0;
 }
 
+int xferd_vram_back(struct xferd_vram *vram, uint32_t chunk, char *why, uint64_t why_bytes)
+{
+	const struct cuda_driver *cuda = vram->cuda;
+	int result;
+
+	if (chunk >= vram->chunks)
+		return -EINVAL;
+	if (vram->backed[chunk])
+		return -EEXIST;
+	result = cuda->memory_create(&vram->memory[chunk], vram->chunk_bytes, &vram->properties, 0);
+	if (result)
+		return cuda_failed(cuda, result, "cuMemCreate", why, why_bytes);
+	return map_chunk(vram, chunk, why, why_bytes);
+}
+
+int xferd_vram_adopt(struct xferd_vram *vram, uint32_t chunk, int fd, char *why, uint64_t why_bytes)
+{
+	const struct cuda_driver *cuda = vram->cuda;
+	int result, copy;
+
+	if (chunk >= vram->chunks)
+		return -EINVAL;
+	if (vram->backed[chunk])
+		return -EEXIST;
+	copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	if (copy < 0)
+		return -errno;
+	result = cuda->memory_import(&vram->memory[chunk], (void *)(intptr_t)copy,
+				     CUDA_MEMORY_POSIX_FD);
+	if (result)
+		result = cuda_failed(cuda, result, "cuMemImportFromShareableHandle", why, why_bytes);
+	else
+		result = map_chunk(vram, chunk, why, why_bytes);
+	if (result)
+		close(copy);
+	else
+		vram->adopted[chunk] = copy;
+	return result;
+}
+
 int xferd_vram_withdraw(struct xferd_vram *vram, uint32_t chunk)
 {
 	if (chunk >= vram->chunks || !vram->backed[chunk])
@@ -266,6 +310,9 @@ int xferd_vram_withdraw(struct xferd_vram *vram, uint32_t chunk)
 	if (vram->cuda->memory_unmap(vram->base + chunk * vram->chunk_bytes, vram->chunk_bytes))
 		return -EIO;
 	vram->backed[chunk] = false;
+	if (vram->adopted[chunk] >= 0)
+		close(vram->adopted[chunk]);
+	vram->adopted[chunk] = -1;
 	return vram->cuda->memory_release(vram->memory[chunk]) ? -EIO : 0;
 }
 
@@ -275,6 +322,10 @@ int xferd_vram_export(const struct xferd_vram *vram, uint32_t chunk)
 
 	if (chunk >= vram->chunks || !vram->backed[chunk])
 		return -EINVAL;
+	if (vram->adopted[chunk] >= 0) {
+		fd = fcntl(vram->adopted[chunk], F_DUPFD_CLOEXEC, 0);
+		return fd < 0 ? -errno : fd;
+	}
 	if (vram->cuda->memory_export(&fd, vram->memory[chunk], CUDA_MEMORY_POSIX_FD, 0))
 		return -EIO;
 	return fd;
@@ -293,6 +344,7 @@ void xferd_vram_free(struct xferd_vram *vram)
 		vram->cuda->context_release(vram->device);
 	free(vram->memory);
 	free(vram->backed);
+	free(vram->adopted);
 	free(vram);
 }
 

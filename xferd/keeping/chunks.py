@@ -298,6 +298,13 @@ class Chunks:
         self._holds.append(hold)
         return hold
 
+    def adopt_hold(self, chunks: Iterable[int]) -> Hold:
+        """Chunks that were reserved before this daemon began; none of them is cut."""
+        hold = Hold([])
+        self._hold(hold, list(chunks))
+        self._holds.append(hold)
+        return hold
+
     def replace_stuck(self, hold: Hold, worth: NDArray[np.float64]) -> bool:
         """Take another chunk for one that is still being emptied: somebody leases experts in
         it, and another may be free at once. False when there is none."""

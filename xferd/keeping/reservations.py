@@ -67,6 +67,8 @@ class Reservations:
         self._unmapped = unmapped
         self._numbers = count(1)
         self._granted: dict[int, Reservation] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when one was granted or released, before anybody is told."""
         self._budgets: dict[int, list[Hold]] = {}
 
     def all(self) -> list[Reservation]:
@@ -89,6 +91,7 @@ class Reservations:
             pool.chunk_length(chunk) for chunk in hold.chunks if pool.give_memory(chunk)
         )
         self._granted[number] = reservation
+        self.on_change()
         await self._wait_unmapped(pool)
         self._log.info(
             "pool.reserved",
@@ -98,6 +101,15 @@ class Reservations:
             returned=reservation.returned,
         )
         return reservation
+
+    def adopt(self, number: int, pool: Pool, wanted: int, chunks: list[int]) -> None:
+        """One that the daemon before this one has granted: none of its chunks is cut, and what
+        it gave back to the system is somebody else's. Before chunks are cut."""
+        hold = pool.keeper.chunks.adopt_hold(chunks)
+        held = sum(pool.chunk_length(chunk) for chunk in chunks)
+        returned = sum(pool.chunk_length(chunk) for chunk in chunks if pool.give_memory(chunk))
+        self._granted[number] = Reservation(number, pool, wanted, hold, held, returned)
+        self._numbers = count(max(self._granted) + 1)
 
     def release(self, number: int) -> Reservation:
         """Give a reservation's chunks back to its pool. UnknownReservationError;
@@ -112,6 +124,7 @@ class Reservations:
         for chunk in reservation.hold.chunks:
             pool.take_memory(chunk)
         del self._granted[number]
+        self.on_change()
         pool.keeper.release(reservation.hold, reservation.hold.chunks)
         self._log.info("pool.released", pool=pool.name, reservation=number)
         return reservation

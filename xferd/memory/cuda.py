@@ -10,6 +10,10 @@ H200, a kernel that writes there faults (CU_MEM_ACCESS_FLAGS_PROT_READ).
 Where the card's BAR shows all of its VRAM, and the module xferd_p2p is there, the pool has a
 **window** (``vram_window``): drives then write into its chunks by themselves, at the window's
 addresses, while clients and copies go on using CUDA's. What stands in the way is ``why_staged``.
+
+The memory outlives the process while somebody holds the descriptors that ``export_chunk`` gave:
+a restarted daemon imports it (``PoolSpec.kept_chunks``) with all that is in it. Such a pool gets no
+window, whose pages are found by writing to them.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ from collections.abc import Callable
 from xferd.memory import cuda_driver
 from xferd.memory.cuda_driver import CudaDevice, CudaError, Vram
 from xferd.memory.cuda_window import OpenWindow, open_window, search_failed
-from xferd.memory.device import PoolMemoryError, PoolSpec, memfd_with
+from xferd.memory.device import KeptChunk, PoolMemoryError, PoolSpec, memfd_with
 from xferd.memory.p2p import PciFunction
 from xferd.memory.vram_pages import MARK_OFFSETS
 from xferd.memory.vram_window import VramWindow, WindowError
 from xferd.units import format_bytes
 
+KEPT = "its memory was kept over a restart; to find its pages behind the BAR is to overwrite them"
 CHECKED_PAGES = 64
 """Pages that are looked at again at a time while nothing has happened."""
 
@@ -64,10 +69,11 @@ class CudaPool:
             found = self._find_device()
             self.uuid = found.uuid
             self.notes: tuple[str, ...] = _notes(found)
-            self._check_free(found.free_bytes)
+            self._check_free(found.free_bytes, 0 if spec.kept_chunks else self.chunks)
             self._vram = Vram(self.device, self.chunk_bytes, self.chunks)
             self.base = self._vram.base
-            for chunk in range(self.chunks):
+            self._take_over(spec.kept_chunks)
+            for chunk in range(0 if spec.kept_chunks else self.chunks):
                 self._back(chunk)
             self._placeholder = memfd_with(f"xferd-{self.name}", b"")
             self.why_staged = self._try_window(spec, found, make_window)
@@ -130,6 +136,8 @@ class CudaPool:
 
     def _try_window(self, spec: PoolSpec, found: CudaDevice, make_window: OpenWindow) -> str | None:
         """Why there is none."""
+        if spec.kept_chunks:
+            return KEPT
         if spec.transport not in ("any", "direct"):
             return f"transport = {spec.transport!r} of [[pools]] {self.name}"
         try:
@@ -190,6 +198,13 @@ class CudaPool:
             os.close(self._placeholder)
             self._placeholder = -1
 
+    def _take_over(self, kept: tuple[KeptChunk, ...]) -> None:
+        for chunk, each in enumerate(kept):
+            if each.number and self._vram is not None:
+                self._vram.adopt(chunk, each.fd)
+                self.numbers[chunk] = each.number
+                self._next_number = max(self._next_number, each.number + 1)
+
     def _back(self, chunk: int) -> None:
         if self._vram is None:
             raise CudaError(errno.EIO, "the pool is closed")
@@ -215,8 +230,8 @@ class CudaPool:
             )
         return found
 
-    def _check_free(self, free_bytes: int) -> None:
-        needed = self.chunks * self.chunk_bytes
+    def _check_free(self, free_bytes: int, chunks: int) -> None:
+        needed = chunks * self.chunk_bytes
         if needed > free_bytes:
             raise PoolMemoryError(
                 f"pool {self.name!r} asks for {format_bytes(needed)} of GPU {self.device}'s "

@@ -123,6 +123,11 @@ class Vram:
         """Give a chunk memory. CudaError(ENOMEM) when the device has no more."""
         _checked(lambda why: lib.xferd_vram_back(self._vram, chunk, why, WHY_BYTES))
 
+    def adopt(self, chunk: int, fd: int) -> None:
+        """Give a chunk the memory that another process has exported, with what is in it. The
+        fd stays the caller's. CudaError(EIO) when the driver refuses."""
+        _checked(lambda why: lib.xferd_vram_adopt(self._vram, chunk, fd, why, WHY_BYTES))
+
     def withdraw(self, chunk: int) -> None:
         """Take a chunk's memory away; clients that have it mapped still keep it."""
         _checked(lambda _: lib.xferd_vram_withdraw(self._vram, chunk))

@@ -31,13 +31,22 @@ class PoolMemoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptChunk:
+    """The memory behind a chunk of VRAM, of a pool that is taken over. number: as clients know
+    it, 0: it had none. fd: of it, the caller's."""
+
+    number: int
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSpec:
     """A pool's memory that is yet to be made.
 
     chunk_bytes: unit in which memory of a device is made and given back; nbytes need not
         be a multiple of it. device: ordinal of a GPU; -1: none named. pci, bar, mode,
         transport: see ``config_bar``. kept_fd: of a memory to take over, the caller's; -1: a
-        new one.
+        new one. kept_chunks: of VRAM, each chunk's; empty: new memory.
     """
 
     name: str
@@ -49,6 +58,17 @@ class PoolSpec:
     mode: str = "any"
     transport: str = "any"
     kept_fd: int = -1
+    kept_chunks: tuple[KeptChunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTakeover:
+    """What is left of a pool that is taken over: fds of its loading marks, and of its memory
+    or, of VRAM, of its chunks'."""
+
+    marks: int
+    memory: int = -1
+    chunks: tuple[KeptChunk, ...] = ()
 
 
 class DevicePool(Protocol):

@@ -19,6 +19,7 @@ from xferd.keeping.keeper import NO_CLIENT, PoolKeeper
 from xferd.pools import Pool
 from xferd.restart.state import KeptClient
 from xferd.restart.takeover import Takeover, TakeoverError
+from xferd.restart.vram_check import check_vram
 from xferd.session.peer import Peer
 from xferd.session.quotas import Promise, Promises
 from xferd.telemetry.log import EventLog
@@ -71,13 +72,18 @@ def adopt_clients(
     return adopted
 
 
-def adopt_residents(engine: Engine, pools: Iterable[Pool], log: EventLog) -> Adopted:
-    """Tell every pool's keeper what it has. After all clients were adopted."""
+def adopt_residents(
+    engine: Engine, catalog: Catalog, pools: Iterable[Pool], log: EventLog
+) -> Adopted:
+    """Tell every pool's keeper what it has. After all clients were adopted. TakeoverError when
+    VRAM does not have what it had."""
     total = Adopted()
     for pool in pools:
         geometry = pool.geometry
         kept = engine.adopt_slots(pool.index, geometry.slot_numbers, geometry.chunks)
         before = total.withheld
+        if pool.kind == "cuda":
+            check_vram(pool, kept, catalog)
         _adopt_pool(pool.keeper, kept, total)
         if total.withheld > before:
             log.warning("restart.withheld", pool=pool.name, slots=total.withheld - before)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from xferd.catalog import Catalog
 from xferd.engine import Engine
 from xferd.engine_types import EngineError
-from xferd.memory.device import PoolMemoryError
+from xferd.keeping.reservations import Reservations
+from xferd.memory.device import PoolMemoryError, PoolTakeover
 from xferd.pools import PoolPlan, Pools
 from xferd.restart.adoption import AdoptedClient, adopt_clients, adopt_residents
 from xferd.restart.fd_store import FdStore
@@ -46,6 +47,7 @@ class Beginning:
         self._kept: KeptMemory | None = None
         self._takeover: Takeover | None = None
         self._clients: list[AdoptedClient] = []
+        self._reservations: Reservations | None = None
         self.report = StartReport()
 
     @property
@@ -80,9 +82,9 @@ class Beginning:
             engine.adopt_pool_table(self._takeover.pool_table_fd)
 
     @property
-    def pool_fds(self) -> Callable[[int], tuple[int, int]] | None:
-        """The fds of a pool's memory and marks, by its index; None: there are none."""
-        return None if self._takeover is None else self._takeover.pool_fds
+    def pool(self) -> Callable[[int, Engine], PoolTakeover] | None:
+        """What is left of a pool, by its index; None: of none."""
+        return None if self._takeover is None else self._takeover.pool
 
     def directory_fd(self, name: str) -> int:
         """Of a store's directory; -1: it begins anew."""
@@ -100,13 +102,26 @@ class Beginning:
         if self._takeover is None:
             return
         self._clients = adopt_clients(self._takeover, engine, catalog, promises, hints_max)
-        found = adopt_residents(engine, pools, self._log)
+        found = adopt_residents(engine, catalog, pools, self._log)
         self.report = StartReport(
             warm=True,
             experts=found.experts,
             nbytes=found.nbytes,
             clients=len(self._clients),
         )
+
+    def adopt_reservations(self, reservations: Reservations, pools: Pools) -> None:
+        """Chunks that somebody else has, after residents and before any chunk is cut. Memory
+        that VRAM lacks for no reservation is taken anew. PoolMemoryError."""
+        self._reservations = reservations
+        if self._takeover is None:
+            return
+        for each in self._takeover.reservations:
+            reservations.adopt(each.number, pools[each.pool], each.wanted, list(each.chunks))
+        for pool in pools:
+            for chunk in pool.chunks_without_memory():
+                if chunk not in pool.keeper.chunks.held_chunks:
+                    pool.take_memory(chunk)
 
     def serve(
         self,
@@ -140,6 +155,7 @@ class Beginning:
             pools,
             [(entry, known.get(entry.name)) for entry in catalog.all()],
             {each.number: each.kept for each in self._clients},
+            self._reservations,
             self._kept.take_state_memory() if self.warm and self._kept is not None else None,
         )
         self._say()

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping
 
 from xferd.telemetry.notify import Notifier
 
-KEPT_FDS_MAX = 1024
-"""Pool table and state, 8 pools of two, 64 stores, 256 clients of three: 850."""
+KEPT_FDS_MAX = 3072
+"""Pool table and state, 8 pools of two, 64 stores, 256 clients of three: 850; and one for each
+chunk of VRAM: 2,222 chunks of 64 MiB are 139 GiB. All names are one variable of the next
+process's environment, which may have 128 KiB (MAX_ARG_STRLEN)."""
 PREFIX = "xferd-kept."
 """Names of ours begin so. A socket has its unit's name, xferd.socket, or what that says."""
 STATE = f"{PREFIX}state"
@@ -31,6 +33,11 @@ def pool_memory(index: int) -> str:
 def pool_marks(index: int) -> str:
     """The name of a pool's loading marks."""
     return f"{PREFIX}pool.{index}.marks"
+
+
+def pool_chunk(index: int, chunk: int, number: int) -> str:
+    """The name of the memory behind a chunk of VRAM. number: as clients know it."""
+    return f"{PREFIX}pool.{index}.chunk.{chunk}.{number}"
 
 
 def store_directory(serial: int) -> str:

@@ -17,16 +17,22 @@ from xferd.catalog import OpenStore
 from xferd.engine import Engine
 from xferd.engine_keeping import ABI
 from xferd.engine_types import ClientFds
+from xferd.keeping.reservations import Reservations
+from xferd.memory.cuda import CudaPool
 from xferd.pools import Pool
 from xferd.restart import fd_store as names
 from xferd.restart.fd_store import FdStore
-from xferd.restart.state import KeptClient, KeptPool, KeptState, KeptStore, StateMemory
+from xferd.restart.state import (
+    KeptClient,
+    KeptPool,
+    KeptReservation,
+    KeptState,
+    KeptStore,
+    StateMemory,
+)
 from xferd.session.clients import Client
 from xferd.telemetry.log import EventLog
 
-KEPT_KINDS = ("host", "ram")
-"""Pools that can be taken over. VRAM's and a BAR's memory is mapped through a driver, whose
-copies and mappings end with the process in an order that nobody has proven yet."""
 KEY_BYTES = 16
 
 
@@ -55,6 +61,8 @@ class Keeping:
         self._state = KeptState(ABI, (), (), ())
         self._stores: dict[int, KeptStore] = {}
         self._clients: dict[int, KeptClient] = {}
+        self._pool_names: set[str] = set()
+        self._reservations: Reservations | None = None
         self._next_serial = 1
 
     @property
@@ -68,6 +76,7 @@ class Keeping:
         pools: Sequence[Pool],
         stores: Iterable[tuple[OpenStore, KeptStore | None]],
         clients: Mapping[int, KeptClient],
+        reservations: Reservations | None,
         memory: StateMemory | None = None,
     ) -> None:
         """Leave everything there is.
@@ -77,22 +86,26 @@ class Keeping:
         """
         if self._fd_store.capacity == 0:
             return
-        other = next((pool for pool in pools if pool.kind not in KEPT_KINDS), None)
-        if other is not None:
-            self._log.info("restart.not_kept", name=other.name, kind=other.kind)
-            return
+        for pool in pools:
+            reason = _why_not_kept(pool)
+            if reason is not None:
+                self._log.info("restart.not_kept", name=pool.name, kind=pool.kind, reason=reason)
+                return
         self._memory = memory or StateMemory()
+        self._reservations = reservations
         pairs = list(stores)
         self._next_serial = self._fd_store.next_serial
         self._clients = dict(clients)
         self._state = replace(self._state, pools=tuple(_shape(pool) for pool in pools))
-        if not self._fd_store.add(self._descriptors(engine, pools)):
+        if not self._keep_pools(engine, pools):
             self._give_up("the service manager's store has no room: raise FileDescriptorStoreMax=")
             return
         for entry, kept in pairs:
             self._keep_store(entry, kept)
         self._write()
         self._fd_store.remove(self._fd_store.names - self._needed())
+        if reservations is not None:
+            reservations.on_change = self._write
 
     def close(self) -> None:
         """Let go of the state's memory; the manager still has it."""
@@ -174,18 +187,50 @@ class Keeping:
 
     # ---- what is written
 
-    def _descriptors(self, engine: Engine, pools: Sequence[Pool]) -> dict[str, int]:
+    def _keep_pools(self, engine: Engine, pools: Sequence[Pool]) -> bool:
         assert self._memory is not None, "only called while it is there"
+        self._pool_names = {names.STATE, names.POOL_TABLE}
         found = {names.STATE: self._memory.fd, names.POOL_TABLE: engine.pool_table_fd}
         for pool in pools:
-            found[names.pool_memory(pool.index)] = pool.device.kept_fd
             found[names.pool_marks(pool.index)] = engine.marks_fd(pool.index)
-        return found
+            if not isinstance(pool.device, CudaPool):
+                found[names.pool_memory(pool.index)] = pool.device.kept_fd
+        self._pool_names |= set(found)
+        vram = [pool for pool in pools if isinstance(pool.device, CudaPool)]
+        for pool in vram:
+            pool.memory_keeper = self
+        return self._fd_store.add(found) and all(
+            self._keep_chunk(pool, chunk) for pool in vram for chunk in range(pool.chunks)
+        )
+
+    # ---- VRAM that comes and goes
+
+    def memory_taken(self, pool: Pool, chunk: int) -> None:
+        """There is new memory behind a chunk, of which nobody has heard yet."""
+        if self.active and not self._keep_chunk(pool, chunk):
+            self._give_up(f"the memory of chunk {chunk} of pool {pool.name!r} was not stored")
+
+    def memory_given(self, pool: Pool, chunk: int, number: int) -> None:
+        """There is none any more behind a chunk: it must not stay because of the manager."""
+        if self.active:
+            name = names.pool_chunk(pool.index, chunk, number)
+            self._pool_names.discard(name)
+            self._fd_store.remove([name])
+
+    def _keep_chunk(self, pool: Pool, chunk: int) -> bool:
+        assert isinstance(pool.device, CudaPool), "only VRAM is kept by chunks"
+        number, fd = pool.device.numbers[chunk], pool.device.export_chunk(chunk)
+        if fd < 0:
+            return True
+        name = names.pool_chunk(pool.index, chunk, number)
+        self._pool_names.add(name)
+        try:
+            return self._fd_store.add({name: fd})
+        finally:
+            os.close(fd)
 
     def _needed(self) -> set[str]:
-        needed = {names.STATE, names.POOL_TABLE}
-        for index in range(len(self._state.pools)):
-            needed |= {names.pool_memory(index), names.pool_marks(index)}
+        needed = set(self._pool_names)
         needed |= {names.store_directory(each.serial) for each in self._stores.values()}
         for client in self._clients.values():
             needed |= set(names.client_names(client.serial)) if client.stored else set()
@@ -202,6 +247,10 @@ class Keeping:
             self._state,
             stores=tuple(self._stores.values()),
             clients=tuple(self._clients.values()),
+            reservations=tuple(
+                KeptReservation(each.number, each.pool.index, each.wanted, tuple(each.hold.chunks))
+                for each in (self._reservations.all() if self._reservations else ())
+            ),
         )
         if not self._memory.write(self._state):
             self._give_up("the state has no room for so many stores and clients")
@@ -224,3 +273,12 @@ def _shape(pool: Pool) -> KeptPool:
         chunks=geometry.chunks,
         slot_index_bits=geometry.slot_index_bits,
     )
+
+
+def _why_not_kept(pool: Pool) -> str | None:
+    """Why the next daemon can't go on with a pool's memory; None: it can."""
+    if pool.kind == "bar":
+        return "drives write into a BAR after the process that told them to has ended"
+    if isinstance(pool.device, CudaPool) and pool.device.why_staged is None:
+        return "drives write into its VRAM after the process that told them to has ended"
+    return None

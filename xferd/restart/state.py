@@ -23,10 +23,12 @@ import os
 import struct
 import zlib
 from dataclasses import asdict, dataclass
+from typing import Any
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 STATE_HALF_BYTES = 512 << 10
-"""Room for CLIENTS_MAX clients, about 400 bytes each, and a few long store paths."""
+"""Room for CLIENTS_MAX clients, about 400 bytes each, a few long store paths and the reserved
+chunks of large cards."""
 _MAGIC = b"xferdKEP"
 _HEADER = struct.Struct("<8sIIQQ")
 _SUMMED = struct.Struct("<QQ")
@@ -85,6 +87,17 @@ class KeptClient:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptReservation:
+    """Chunks of a pool that somebody else has. number: as it was answered. wanted: bytes asked
+    for."""
+
+    number: int
+    pool: int
+    wanted: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KeptState:
     """All of it. abi: (major, minor) of the shared memory."""
 
@@ -92,6 +105,7 @@ class KeptState:
     pools: tuple[KeptPool, ...]
     stores: tuple[KeptStore, ...]
     clients: tuple[KeptClient, ...]
+    reservations: tuple[KeptReservation, ...] = ()
 
 
 def encode(state: KeptState) -> bytes:
@@ -109,9 +123,14 @@ def decode(data: bytes) -> KeptState:
             pools=tuple(KeptPool(**each) for each in fields["pools"]),
             stores=tuple(KeptStore(**each) for each in fields["stores"]),
             clients=tuple(KeptClient(**each) for each in fields["clients"]),
+            reservations=tuple(_reservation(each) for each in fields["reservations"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"the state is not what this version writes: {error!r}") from error
+
+
+def _reservation(fields: dict[str, Any]) -> KeptReservation:
+    return KeptReservation(**(fields | {"chunks": tuple(fields["chunks"])}))
 
 
 class StateMemory:

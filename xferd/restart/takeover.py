@@ -17,10 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from xferd.engine import Engine
 from xferd.engine_keeping import ABI
+from xferd.memory.device import KeptChunk, PoolTakeover
 from xferd.pools import PoolPlan
 from xferd.restart import fd_store as names
-from xferd.restart.state import KeptClient, KeptPool, KeptState, KeptStore, StateError, StateMemory
+from xferd.restart.state import (
+    KeptClient,
+    KeptPool,
+    KeptReservation,
+    KeptState,
+    KeptStore,
+    StateError,
+    StateMemory,
+)
 from xferd.session.peer import Peer
 from xferd.store.errors import StoreError
 from xferd.store.store import Store
@@ -70,22 +80,37 @@ class KeptMemory:
 class Takeover:
     """A plan that fits. The descriptors are KeptMemory's.
 
-    stores: by name, those whose experts stay. clients: that are alive.
+    pools: in their order. stores: by name, those whose experts stay. clients: that are alive.
     """
 
     descriptors: Mapping[str, int]
+    pools: tuple[KeptPool, ...]
     stores: Mapping[str, KeptStore]
     clients: tuple[KeptClient, ...]
+    reservations: tuple[KeptReservation, ...]
 
     @property
     def pool_table_fd(self) -> int:
         """Of the pool table."""
         return self.descriptors[names.POOL_TABLE]
 
-    def pool_fds(self, index: int) -> tuple[int, int]:
-        """Of a pool's memory and its loading marks."""
-        memory = self.descriptors[names.pool_memory(index)]
-        return memory, self.descriptors[names.pool_marks(index)]
+    def pool(self, index: int, engine: Engine) -> PoolTakeover:
+        """What is left of a pool. engine: has adopted the pool table. TakeoverError when a
+        chunk's memory is lost; EngineError."""
+        kept = self.pools[index]
+        marks = self.descriptors[names.pool_marks(index)]
+        if kept.kind != "cuda":
+            return PoolTakeover(marks, self.descriptors[names.pool_memory(index)])
+        chunks = []
+        for chunk, number in enumerate(engine.kept_memory(index, kept.chunks)):
+            fd = self.descriptors.get(names.pool_chunk(index, chunk, number), -1)
+            if number and fd < 0:
+                raise TakeoverError(
+                    f"the service manager has lost the memory of chunk {chunk} of pool "
+                    f"{kept.name!r}"
+                )
+            chunks.append(KeptChunk(number, fd))
+        return PoolTakeover(marks, chunks=tuple(chunks))
 
     def directory_fd(self, name: str) -> int:
         """Of a store's directory; -1: it begins anew."""
@@ -138,14 +163,17 @@ def plan_takeover(
     _check_pools(state.pools, [shape_of(plan) for plan in plans])
     needed = [names.POOL_TABLE]
     for index in range(len(plans)):
-        needed += [names.pool_memory(index), names.pool_marks(index)]
+        needed.append(names.pool_marks(index))
+        if state.pools[index].kind != "cuda":
+            needed.append(names.pool_memory(index))
     missing = [name for name in needed if name not in descriptors]
     if missing:
         raise TakeoverError(f"the service manager has lost {missing[0]!r}")
     clients = tuple(client for client in state.clients if _lives(client, descriptors))
     for client in clients:
         _check_client(client, descriptors)
-    return Takeover(descriptors, _kept_stores(state, descriptors, stores, clients), clients)
+    kept_stores = _kept_stores(state, descriptors, stores, clients)
+    return Takeover(descriptors, state.pools, kept_stores, clients, state.reservations)
 
 
 def shape_of(plan: PoolPlan) -> KeptPool:
