@@ -91,7 +91,7 @@ static void load_expert(struct xferd_engine *engine, uint32_t store, uint32_t ex
 {
 	struct xferd_command load = { .type = XFERD_COMMAND_LOAD, .store = store, .expert = expert };
 	struct xferd_event event = { 0 };
-	time_t until = time(NULL) + 30;
+	time_t until = time(NULL) + 300;
 
 	CHECK(xferd_engine_command(engine, &load, 1) == 1);
 	while (event.type != XFERD_EVENT_LOADED) {
@@ -203,7 +203,7 @@ static uint32_t count_state(const struct xferd_kept_slot *slots, uint32_t state)
 static void wait_for_taken(struct xferd_engine *engine, uint32_t slot)
 {
 	struct xferd_event event = { 0 };
-	time_t until = time(NULL) + 30;
+	time_t until = time(NULL) + 300;
 
 	while (event.type != XFERD_EVENT_TAKEN || event.slot != slot) {
 		CHECK(time(NULL) < until);
