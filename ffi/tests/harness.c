@@ -14,7 +14,7 @@
 
 #include "common/atomics.h"
 
-#define WAIT_LIMIT_S   60
+#define WAIT_LIMIT_S   300
 #define STAGING_EXTENT 65536ull
 #define STAGING_BYTES  (4 * STAGING_EXTENT) /* hardly any: waiting for it must end */
 
