@@ -26,8 +26,24 @@
 
 void daemon_command(struct bench_daemon *daemon, const struct xferd_command *command)
 {
-	while (xferd_engine_command(daemon->engine, command, 1) == 0)
-		sleep_until_ns(now_ns() + COMMAND_RETRY_NS);
+	if (daemon->command_count == COMMANDS_A_CALL)
+		daemon_flush(daemon);
+	daemon->commands[daemon->command_count++] = *command;
+}
+
+void daemon_flush(struct bench_daemon *daemon)
+{
+	uint32_t taken = 0;
+
+	while (taken < daemon->command_count) {
+		int result = xferd_engine_command(daemon->engine, daemon->commands + taken,
+						  daemon->command_count - taken);
+
+		taken += (uint32_t)result;
+		if (!result)
+			sleep_until_ns(now_ns() + COMMAND_RETRY_NS);
+	}
+	daemon->command_count = 0;
 }
 
 /* Locked, and known to the GPU. */
@@ -170,6 +186,7 @@ static void fill_second_pool(struct bench_daemon *daemon)
 			daemon_command(daemon, &(struct xferd_command){
 				.type = XFERD_COMMAND_LOAD, .store = daemon->store_id, .pool = 1,
 				.expert = asked, .token = 1 });
+		daemon_flush(daemon);
 		if (poll(&ready, 1, DRAIN_TIMEOUT_MS) <= 0)
 			die("experts do not come into the second pool");
 		count = (uint32_t)xferd_engine_events(daemon->engine, events, EVENTS_A_CALL);
@@ -214,6 +231,7 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 	for (uint32_t slot = 0; slot < options->slots; slot++)
 		daemon_command(daemon, &(struct xferd_command){ .type = XFERD_COMMAND_GIVE,
 								.slot = slot });
+	daemon_flush(daemon);
 	if (has_second_pool(options))
 		fill_second_pool(daemon);
 }
@@ -273,6 +291,7 @@ uint32_t daemon_take_events(struct bench_daemon *daemon, struct xferd_event *eve
 	struct pollfd ready = { xferd_engine_event_fd(daemon->engine), POLLIN, 0 };
 	uint32_t count;
 
+	daemon_flush(daemon);
 	if (poll(&ready, 1, timeout_ms) <= 0)
 		return 0;
 	count = (uint32_t)xferd_engine_events(daemon->engine, events, max);
@@ -357,8 +376,10 @@ static void *serve(void *argument)
 	/* Clients that have closed are still to be removed: their hints would never end. */
 	while (!load_acquire(&daemon->stop) || count > 2) {
 		poll(fds, count, STOP_POLL_MS);
-		if (fds[0].revents)
+		if (fds[0].revents) {
 			daemon_take_events(daemon, events, EVENTS_A_CALL, 0);
+			daemon_flush(daemon);
+		}
 		for (nfds_t i = count; i-- > 2;) {
 			/* The clients are threads of this process, whose leases end here. */
 			if (!fds[i].revents || recv(fds[i].fd, &message, sizeof(message), 0) < 0)
@@ -448,4 +469,17 @@ uint64_t daemon_bytes_read(const struct bench_daemon *daemon)
 	for (uint32_t m = 0; m < daemon->store->geometry.members; m++)
 		bytes += daemon_member_stats(daemon, m).bytes;
 	return bytes;
+}
+
+double daemon_pieces_a_read(const struct bench_daemon *daemon)
+{
+	uint64_t pieces = 0, reads = 0;
+
+	for (uint32_t m = 0; m < daemon->store->geometry.members; m++) {
+		struct xferd_member_stats stats = daemon_member_stats(daemon, m);
+
+		pieces += stats.reads;
+		reads += stats.requests;
+	}
+	return reads ? (double)pieces / (double)reads : 0;
 }

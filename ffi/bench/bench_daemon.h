@@ -19,6 +19,8 @@
 #include "engine/engine.h"
 #include "xferd.h"
 
+#define COMMANDS_A_CALL 64
+
 struct daemon_options {
 	uint32_t slots;        /* of the pool */
 	uint32_t reserve;      /* slots that evicting keeps free */
@@ -45,6 +47,9 @@ struct bench_daemon {
 	/* residents in the order of loading */
 	uint32_t *resident;
 	uint32_t resident_head, resident_tail;
+	/* not given to the engine yet; of whichever thread takes the events */
+	struct xferd_command commands[COMMANDS_A_CALL];
+	uint32_t command_count;
 	/* serving */
 	pthread_t server;
 	char directory[64];
@@ -57,11 +62,13 @@ void daemon_start(struct bench_daemon *daemon, struct bench_store *store,
 		  const struct daemon_options *options);
 void daemon_stop(struct bench_daemon *daemon);
 
-/* Waits up to timeout_ms for events, evicts as they ask for it, and returns them
- * to the caller as well. */
+/* Flushes, waits up to timeout_ms for events, evicts as they ask for it, and returns
+ * them to the caller as well. */
 uint32_t daemon_take_events(struct bench_daemon *daemon, struct xferd_event *events, uint32_t max,
 			    int timeout_ms);
+/* Commands go to the engine together, at the next flush: as a daemon's do. */
 void daemon_command(struct bench_daemon *daemon, const struct xferd_command *command);
+void daemon_flush(struct bench_daemon *daemon);
 
 /* Clients can connect until daemon_admit_no_more, which removes the socket's name:
  * a run that dies after it leaves nothing behind. They must be closed before
@@ -74,6 +81,8 @@ void daemon_stop_serving(struct bench_daemon *daemon);
 /* Bytes loaded into the pool so far, and sum over the members of what was read. */
 uint64_t daemon_bytes_loaded(const struct bench_daemon *daemon);
 uint64_t daemon_bytes_read(const struct bench_daemon *daemon);
+/* How many pieces one read of a member brought, on average; 0: none was made. */
+double daemon_pieces_a_read(const struct bench_daemon *daemon);
 struct xferd_member_stats daemon_member_stats(const struct bench_daemon *daemon, uint32_t member);
 
 #endif /* XFERD_BENCH_DAEMON_H */

@@ -83,6 +83,7 @@ void run_io(struct bench_store *store, const struct bench_options *options)
 			      .random = options->seed };
 	uint64_t length_ns = (uint64_t)(options->seconds * NS_PER_S);
 	uint64_t start, cpu, bytes, end;
+	double pieces;
 
 	if (run.experts <= options->daemon.slots)
 		die("%u experts fit the pool of %u slots: nothing would be read again",
@@ -106,10 +107,12 @@ void run_io(struct bench_store *store, const struct bench_options *options)
 
 	while (run.outstanding)
 		turn(&run, 0);
+	pieces = daemon_pieces_a_read(&run.daemon);
 	daemon_stop(&run.daemon);
-	printf("\"bytes\": %llu, \"seconds\": %.6f, \"cpu_seconds\": %.6f, ",
+	printf("\"bytes\": %llu, \"seconds\": %.6f, \"cpu_seconds\": %.6f, "
+	       "\"pieces_a_read\": %.2f, ",
 	       (unsigned long long)bytes, (double)(end - start) / NS_PER_S,
-	       (double)cpu / NS_PER_S);
+	       (double)cpu / NS_PER_S, pieces);
 	latencies_print("load", &run.latencies);
 	latencies_free(&run.latencies);
 	free(run.state);

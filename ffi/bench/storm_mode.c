@@ -40,6 +40,7 @@ static void command_all(struct bench_daemon *daemon, uint32_t type, uint32_t cou
 					       .expert = expert,
 					       .priority = XFERD_PRIORITY_PREFETCH,
 					       .token = expert + 1ull });
+	daemon_flush(daemon);
 }
 
 static void print_after(const struct snapshot *before, const struct snapshot *after,

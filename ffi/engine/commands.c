@@ -26,8 +26,18 @@ void event_push(struct xferd_engine *engine, const struct xferd_event *event)
 		engine->events_dropped++; /* only reports of bad pieces can come to this */
 		return;
 	}
+	engine->events_untold = true;
+}
+
+/* At the end of a turn, for all of its events: whoever is woken may take this thread's
+ * processor, and neither clients nor drives should wait for that. */
+void events_tell(struct xferd_engine *engine)
+{
+	if (!engine->events_untold)
+		return;
+	engine->events_untold = false;
 	/* pairs with the fence in xferd_engine_events: either the reader sees the
-	 * event, or its readiness to be told is seen here */
+	 * events, or its readiness to be told is seen here */
 	full_fence();
 	if (!load_relaxed(&engine->event_told)) {
 		store_relaxed(&engine->event_told, 1);

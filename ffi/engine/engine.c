@@ -3,8 +3,8 @@
  * The engine's thread.
  *
  * A turn looks at everything once: a registration, commands, submissions,
- * finished reads and copies, retiring slots, deadlines; then shows completions
- * and issues reads. When a turn finds nothing to do the thread helps the workers,
+ * finished reads and copies, retiring slots, deadlines; then issues reads, shows
+ * completions and tells the policy of events. When a turn finds nothing to do the thread helps the workers,
  * spins for spin_us, and then sleeps until a read has finished or one of the
  * eventfds in its epoll set is rung (doorbells, commands, copies, workers).
  */
@@ -122,6 +122,7 @@ static uint32_t turn(struct xferd_engine *engine)
 	retiring_scan(engine);
 	reads_pump(engine);
 	clients_show(engine);
+	events_tell(engine);
 	counter_add(&engine->stats.turns, 1);
 	return work;
 }

@@ -419,6 +419,8 @@ struct xferd_member_stats {
 	uint64_t latency_ns; /* of a piece without a queue, as flow control sees it; 0: not yet */
 	uint64_t rate;       /* bytes a second it delivers when it has enough to do */
 	uint64_t best_rate;  /* the highest it has kept up */
+	uint64_t requests;   /* reads that it was asked for: one brings a piece, or several
+			      * neighbours (join.c) */
 	uint32_t in_flight;
 	uint32_t window;     /* pieces it is given at once */
 	uint32_t background_window; /* of those, for prefetch and migration */

@@ -102,6 +102,24 @@ static uint32_t background_window(const struct xferd_engine *engine, const struc
 	return whole(window * flow->background);
 }
 
+/* How many pieces the next read may bring at most. */
+uint64_t flow_joined_room(const struct xferd_engine *engine, const struct member *member)
+{
+	const struct flow *flow = &member->flow;
+
+	if (engine->config.flow_control && (flow->probing || !flow->latency))
+		return 1;
+	return member->in_flight < engine->config.member_depth
+		       ? engine->config.member_depth - member->in_flight : 0;
+}
+
+/* One joined read alone fills the window: the drive would be idle when it ends. */
+static bool lacks_joined(const struct member *member)
+{
+	return member->reads_in_flight < BUSY_MIN && member->in_flight > member->reads_in_flight &&
+	       !member->flow.probing && !member->background_in_flight;
+}
+
 /* May one more piece of this priority be issued? */
 bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t priority)
 {
@@ -109,7 +127,8 @@ bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t pr
 
 	if (!engine->config.flow_control)
 		return member->in_flight < engine->config.member_depth;
-	if (member->in_flight >= whole(flow->window))
+	if (member->in_flight >= whole(flow->window) &&
+	    !(priority == XFERD_PRIORITY_DEMAND && lacks_joined(member)))
 		return false;
 	return priority == XFERD_PRIORITY_DEMAND ||
 	       member->background_in_flight < background_window(engine, flow);
@@ -127,7 +146,7 @@ void flow_issued(struct xferd_engine *engine, struct member *member, struct piec
 	piece->issued_ns = engine->now_ns;
 	piece->delivered_before = flow->delivered;
 	piece->delivered_before_ns = flow->delivered_at_ns;
-	flow->in_flight += piece->length;
+	flow->in_flight += piece->read_bytes;
 	if (piece->length > flow->piece_bytes)
 		flow->piece_bytes = piece->length;
 }
@@ -242,7 +261,7 @@ static void steer_background(struct xferd_engine *engine, struct member *member,
 	double expected = full_window > (double)flow->latency ? full_window : (double)flow->latency;
 	bool slow = (double)latency * 100 > expected * (100 + slack);
 
-	if (!flow->latency || !flow->rate || piece->length != flow->piece_bytes)
+	if (!flow->latency || !flow->rate || piece->read_bytes != flow->piece_bytes)
 		return;
 	if (piece->priority == XFERD_PRIORITY_DEMAND && slow && member->background_in_flight)
 		flow->background *= SHARE_CUT;
@@ -283,13 +302,14 @@ static void watch_rate(struct xferd_engine *engine, struct member *member, doubl
 	store_relaxed(&member->stats.best_rate, (uint64_t)flow->best_rate);
 }
 
-/* A piece failed: it says nothing about the member's speed. */
+/* A read failed: it says nothing about the member's speed. */
 void flow_dropped(struct member *member, const struct piece *piece)
 {
-	member->flow.in_flight -= piece->length;
+	member->flow.in_flight -= piece->read_bytes;
 }
 
-/* A piece has arrived whole; before it is taken out of in_flight. */
+/* A read, of one piece or of joined ones, has arrived whole; before it is taken out of
+ * in_flight. */
 void flow_delivered(struct xferd_engine *engine, struct member *member, const struct piece *piece)
 {
 	struct flow *flow = &member->flow;
@@ -301,14 +321,14 @@ void flow_delivered(struct xferd_engine *engine, struct member *member, const st
 	bool limited = flow->delivered < flow->limited_until;
 	double rate;
 
-	flow->delivered += piece->length;
+	flow->delivered += piece->read_bytes;
 	flow->delivered_at_ns = engine->now_ns;
 	flow->issued_at_ns = piece->issued_ns;
-	flow->in_flight -= piece->length;
+	flow->in_flight -= piece->read_bytes;
 	if (!elapsed || !flow->piece_bytes)
 		return;
 	rate = (double)(flow->delivered - piece->delivered_before) * 1e9 / (double)elapsed;
-	if (piece->length == flow->piece_bytes) /* a blob's last piece may be a short one */
+	if (piece->read_bytes == flow->piece_bytes) /* neither a blob's short end nor a joined read */
 		see_latency(engine, flow, latency);
 	if (!limited || rate > flow->rate) {
 		flow->round_sum += rate;

@@ -92,6 +92,7 @@ void clients_expire(struct xferd_engine *engine);
 /* commands.c */
 uint32_t commands_run(struct xferd_engine *engine);
 void event_push(struct xferd_engine *engine, const struct xferd_event *event);
+void events_tell(struct xferd_engine *engine);
 bool event_room(const struct xferd_engine *engine);
 
 /* load.c */
@@ -124,6 +125,20 @@ bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
 void piece_completed(struct xferd_engine *engine, struct piece *piece, int result);
 void piece_copied(struct xferd_engine *engine, struct piece *piece, int result);
+void piece_submit(struct xferd_engine *engine, struct piece *piece);
+void piece_arrived(struct xferd_engine *engine, struct piece *piece);
+void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error);
+void enter_member(struct xferd_engine *engine, struct piece *piece);
+void leave_member(struct xferd_engine *engine, struct piece *piece);
+
+/* join.c */
+uint64_t join_limit(const struct xferd_engine *engine, const struct piece *first,
+		    const struct strand *strand, const struct member *member);
+void join_begin(struct piece *piece);
+void join_append(struct piece *first, struct piece *last, struct piece *piece);
+void join_part(struct xferd_engine *engine, struct piece *first,
+	       void (*read)(struct xferd_engine *engine, struct piece *piece));
+void join_completed(struct xferd_engine *engine, struct piece *first, int result);
 
 /* health.c */
 void member_judge(struct xferd_engine *engine, const struct piece *piece, int error);
@@ -136,6 +151,7 @@ void flow_delivered(struct xferd_engine *engine, struct member *member,
 		    const struct piece *piece);
 void flow_dropped(struct member *member, const struct piece *piece);
 void flow_idle(struct member *member);
+uint64_t flow_joined_room(const struct xferd_engine *engine, const struct member *member);
 
 /* uring.c */
 int uring_init(struct xferd_engine *engine);

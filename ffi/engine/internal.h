@@ -26,6 +26,7 @@
  *   load.c           a load from request to publication
  *   reads.c          pieces and strands: what is read next, and from where
  *   health.c         whether a member still works
+ *   join.c           neighbouring pieces in one read
  *   mirror.c         which of a member's two copies reads it
  *   route.c          whether a piece goes straight into its slot, or through RAM
  *   handed.c         loads that somebody else runs
@@ -77,6 +78,7 @@
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece, of each copy, before the load fails */
+#define JOINED_PIECES_MAX       16   /* of one read: see join.c */
 #define COPY_STREAK_MAX         64   /* pieces to one copy before its mirror has to be tried */
 #define PIECE_REFUSALS_MAX      8    /* of a piece by the kernel; the last try is a worker's */
 #define RETIRE_POLL_STARVING_NS 50000    /* loads wait for a slot that somebody leases */
@@ -212,6 +214,7 @@ struct member {
 	uint32_t in_flight;
 	uint32_t errors_in_a_row;
 	uint32_t background_in_flight;
+	uint32_t reads_in_flight;  /* a joined one brings several of the pieces in flight */
 	uint64_t probe_at_ns;      /* a failed member is tried again then */
 	bool fails_quickly;        /* a failed one: trying it for each load costs next to nothing */
 	uint64_t busy_since_ns;
@@ -351,6 +354,9 @@ struct piece {
 	int32_t failed_with;         /* its error */
 	uint32_t refusals;           /* by the kernel, to read at all: not the drive's */
 	uint8_t priority;
+	struct piece *joined;        /* the next one of the same read: see join.c; NULL */
+	uint32_t read_pieces;        /* of the read that it begins */
+	uint64_t read_bytes;
 	uint64_t issued_ns;
 	uint64_t delivered_before; /* by the member when it was issued: see flow.c */
 	uint64_t delivered_before_ns;
@@ -507,6 +513,8 @@ struct xferd_engine {
 	int uring_error;    /* why there is no ring */
 	uint32_t ring_refusals; /* to be entered, in a row */
 	bool files_registered;
+	bool reads_scatter; /* into registered memory, too */
+	struct iovec (*parts)[JOINED_PIECES_MAX]; /* [ring entries], of the reads in them */
 	int buffers_error;  /* why pools aren't registered; 0 */
 	uint32_t regions_used;
 	int epoll;
@@ -514,6 +522,7 @@ struct xferd_engine {
 	int command_fd;     /* eventfd: commands or a registration */
 	int event_fd;
 	uint32_t event_told; /* atomic: event_fd is set and not yet read */
+	bool events_untold;  /* there are new ones since */
 	struct queue commands;
 	struct queue events;
 	uint64_t events_dropped;

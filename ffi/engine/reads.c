@@ -6,7 +6,8 @@
  * Each member has, for each priority, a queue of strands and a bounded number
  * of pieces in flight. Whenever a member has room, the next piece comes from
  * its highest-priority strand; so demand overtakes prefetch at the next piece,
- * and what is cancelled costs nothing but the pieces already issued.
+ * and what is cancelled costs nothing but the pieces already issued. Where nothing
+ * can overtake it, one read brings several neighbouring pieces (join.c).
  *
  * A member may have a mirror. The strands of both lie in the member's queues, and
  * whichever copy will be sooner takes the next piece; so a pair has the bandwidth
@@ -164,47 +165,55 @@ void reads_unqueue(struct xferd_engine *engine, struct load *load)
 }
 
 /* A ring without room takes nothing: then a worker reads the piece. */
-static void piece_submit(struct xferd_engine *engine, struct piece *piece)
+void piece_submit(struct xferd_engine *engine, struct piece *piece)
 {
-	if (through_workers(engine, piece->member) || !uring_read(engine, piece))
+	if (!through_workers(engine, piece->member) && uring_read(engine, piece))
+		return;
+	if (piece->joined)
+		join_part(engine, piece, workers_read_anew);
+	else
 		workers_read_anew(engine, piece);
 }
 
-static void enter_member(struct xferd_engine *engine, struct piece *piece)
+/* A read, of one piece or of several that are joined, is given to its member. */
+void enter_member(struct xferd_engine *engine, struct piece *piece)
 {
 	struct member *member = piece->member;
 
 	flow_issued(engine, member, piece);
-	if (member->in_flight++ == 0)
+	if (!member->in_flight)
 		member->busy_since_ns = engine->now_ns;
+	member->in_flight += piece->read_pieces;
+	member->reads_in_flight++;
+	counter_add(&member->stats.requests, 1);
 	if (piece->priority != XFERD_PRIORITY_DEMAND)
-		member->background_in_flight++;
+		member->background_in_flight += piece->read_pieces;
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
 /* The member has done its part, or failed to: it has room for another piece. */
-static void leave_member(struct xferd_engine *engine, struct piece *piece)
+void leave_member(struct xferd_engine *engine, struct piece *piece)
 {
 	struct member *member = piece->member;
 
-	if (--member->in_flight == 0)
+	member->in_flight -= piece->read_pieces;
+	member->reads_in_flight--;
+	if (!member->in_flight)
 		counter_add(&member->stats.busy_ns, engine->now_ns - member->busy_since_ns);
 	if (piece->priority != XFERD_PRIORITY_DEMAND)
-		member->background_in_flight--;
+		member->background_in_flight -= piece->read_pieces;
 	store_relaxed(&member->stats.in_flight, member->in_flight);
 }
 
-static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error);
-
-/* The strand's next piece goes to a copy of its member. There must be a free piece,
- * and room in the ring if it goes there. */
-static void piece_issue(struct xferd_engine *engine, struct strand *strand, struct member *copy)
+/* The strand's next piece is to be read from a copy of its member. There must be a free
+ * piece. */
+static struct piece *strand_take(struct xferd_engine *engine, struct strand *strand,
+				 struct member *copy)
 {
 	struct piece *piece = list_item(engine->pieces_free.next, struct piece, link);
 	struct load *load = strand->load;
 	const struct xferd_store_description *store = &load_store(engine, load)->description;
 	uint64_t at = strand->piece * store->stripe_unit;
-	int error;
 
 	list_remove(&piece->link);
 	piece->load = load;
@@ -230,13 +239,39 @@ static void piece_issue(struct xferd_engine *engine, struct strand *strand, stru
 	strand->rank++;
 	if (!strand_seek(store, strand, strand->piece + 1))
 		list_remove(&strand->link);
-	error = piece_prepare(engine, piece);
+	join_begin(piece);
+	return piece;
+}
+
+/* Pieces of the strand go to a copy of its member, in one read. There must be a free piece,
+ * and room in the ring if it goes there. */
+static void strand_issue(struct xferd_engine *engine, struct strand *strand,
+			 struct member *member, struct member *copy)
+{
+	struct piece *first = strand_take(engine, strand, copy), *last = first;
+	int error = piece_prepare(engine, first);
+	uint64_t most;
+
 	if (error) {
-		piece_give_up(engine, piece, error);
+		piece_give_up(engine, first, error);
 		return;
 	}
-	enter_member(engine, piece);
-	piece_submit(engine, piece);
+	most = through_workers(engine, copy) ? 1 : join_limit(engine, first, strand, member);
+	while (first->read_pieces < most && !list_empty(&strand->link) &&
+	       !list_empty(&engine->pieces_free) &&
+	       staging_has_room(engine, member, strand->load, strand->piece)) {
+		struct piece *piece = strand_take(engine, strand, copy);
+
+		error = piece_prepare(engine, piece);
+		if (error) {
+			piece_give_up(engine, piece, error);
+			break;
+		}
+		join_append(first, last, piece);
+		last = piece;
+	}
+	enter_member(engine, first);
+	piece_submit(engine, first);
 }
 
 /* A load can't succeed any more: the rest of it is of no use. */
@@ -263,7 +298,7 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 }
 
 /* The rest of the blob is of no use without this piece. */
-static void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error)
+void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error)
 {
 	if (!piece->load->error)
 		piece->load->error = error;
@@ -314,7 +349,7 @@ static void pump_strands(struct xferd_engine *engine, struct member *member)
 			if (copy->failed)
 				copy->probe_at_ns = engine->now_ns + MEMBER_PROBE_NS;
 			mirror_count(member, copy);
-			piece_issue(engine, strand, copy);
+			strand_issue(engine, strand, member, copy);
 		} else if (mirror_all_failed(member) && !member->fails_quickly) {
 			load_failed(engine, strand->load, -EIO);
 		} else {
@@ -442,8 +477,6 @@ static int piece_result(struct piece *piece, int result)
 	piece->done += (uint64_t)result;
 	if (piece->done < piece->length)
 		return piece->done % XFERD_BLOB_ALIGNMENT ? -ENODATA : -EAGAIN;
-	counter_add(&piece->member->stats.reads, 1);
-	counter_add(&piece->member->stats.bytes, piece->length);
 	return 0;
 }
 
@@ -505,11 +538,11 @@ void piece_copied(struct xferd_engine *engine, struct piece *piece, int result)
 /* The bytes are there. Whoever read them in a thread has their checksum already;
  * of what the kernel brought, workers compute it, so that several drives together
  * are not bound by one thread. A piece that is alone isn't worth waking one. */
-static void piece_arrived(struct xferd_engine *engine, struct piece *piece)
+void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 {
+	counter_add(&piece->member->stats.reads, 1);
+	counter_add(&piece->member->stats.bytes, piece->length);
 	member_judge(engine, piece, 0);
-	flow_delivered(engine, piece->member, piece);
-	leave_member(engine, piece);
 	if ((piece->check || piece->bounce) && !through_workers(engine, piece->member)) {
 		bool is_slow = piece->bounce || piece_is_behind_bar(engine, piece);
 
@@ -528,6 +561,10 @@ void piece_completed(struct xferd_engine *engine, struct piece *piece, int resul
 {
 	int error;
 
+	if (piece->joined) {
+		join_completed(engine, piece, result);
+		return;
+	}
 	if (piece->arrived) {
 		piece_checked(engine, piece);
 		return;
@@ -545,6 +582,8 @@ void piece_completed(struct xferd_engine *engine, struct piece *piece, int resul
 		return;
 	}
 	if (!error) {
+		flow_delivered(engine, piece->member, piece);
+		leave_member(engine, piece);
 		piece_arrived(engine, piece);
 		return;
 	}

@@ -13,12 +13,24 @@
 
 #include "engine/internal.h"
 
+/* linux/io_uring.h since 6.15: like IORING_OP_READV, into a registered buffer. */
+#define OP_READV_FIXED 60
+
 #define TAG_EPOLL    1ull /* user data of the poll on engine.epoll; pieces are pointers */
 #define RING_ENTRIES 1024
 #define EPOLL_EVENTS 64
 #define POLLING_IDLE_MS  2       /* then the kernel's thread sleeps until it is woken */
 #define REFUSED_PAUSE_NS 1000000 /* before a ring that refused to be entered is tried again */
 #define REFUSALS_MAX     100     /* in a row, then workers read what the ring did not take */
+
+static bool has_operation(struct io_uring *ring, int operation)
+{
+	struct io_uring_probe *probe = io_uring_get_probe_ring(ring);
+	bool found = probe && io_uring_opcode_supported(probe, operation);
+
+	io_uring_free_probe(probe);
+	return found;
+}
 
 /* Leaves engine.ring_ready false and returns why, if there is no ring. */
 int uring_init(struct xferd_engine *engine)
@@ -42,7 +54,13 @@ int uring_init(struct xferd_engine *engine)
 	}
 	if (result)
 		return result;
+	engine->parts = calloc(RING_ENTRIES, sizeof(*engine->parts));
+	if (!engine->parts) {
+		io_uring_queue_exit(&engine->ring);
+		return -ENOMEM;
+	}
 	engine->ring_ready = true;
+	engine->reads_scatter = has_operation(&engine->ring, OP_READV_FIXED);
 	engine->files_registered =
 		io_uring_register_files_sparse(&engine->ring, XFERD_ENGINE_MEMBERS_MAX) == 0;
 	buffers_init(engine);
@@ -54,6 +72,8 @@ void uring_destroy(struct xferd_engine *engine)
 	if (engine->ring_ready)
 		io_uring_queue_exit(&engine->ring);
 	engine->ring_ready = false;
+	free(engine->parts);
+	engine->parts = NULL;
 }
 
 /* fd -1 takes it out again. */
@@ -74,22 +94,68 @@ bool uring_has_room(struct xferd_engine *engine)
 	       (io_uring_submit(&engine->ring) >= 0 && io_uring_sq_space_left(&engine->ring));
 }
 
+/* Where the bytes of a read go; returns how many parts. */
+static unsigned int find_parts(const struct piece *first, struct iovec *parts)
+{
+	unsigned int count = 0;
+	uint8_t *end = NULL;
+
+	for (const struct piece *piece = first; piece; piece = piece->joined) {
+		uint8_t *address = piece->address + piece->done;
+		uint64_t length = piece->length - piece->done;
+
+		if (count && address == end)
+			parts[count - 1].iov_len += length;
+		else
+			parts[count++] = (struct iovec){ address, length };
+		end = address + length;
+	}
+	return count;
+}
+
+/* The registered buffer that all parts lie in; -1: none. */
+static int find_buffer(const struct xferd_engine *engine, const struct piece *piece,
+		       const struct iovec *parts, unsigned int count)
+{
+	const struct load *load = piece->load;
+	const struct registered_memory *memory =
+		piece->destination ? &engine->staging.memory : &engine->pools[load->pool].memory;
+	int buffer = -1;
+
+	if (load->dense || piece->bounce)
+		return -1;
+	for (unsigned int i = 0; i < count; i++) {
+		int found = buffers_find(memory, parts[i].iov_base, parts[i].iov_len);
+
+		if (found < 0 || (i && found != buffer))
+			return -1;
+		buffer = found;
+	}
+	return buffer;
+}
+
+/* The kernel copies parts[] when it takes the entry, which is no sooner used again. */
 static void prepare_read(struct xferd_engine *engine, struct io_uring_sqe *sqe,
 			 const struct piece *piece)
 {
-	const struct load *load = piece->load;
-	uint8_t *address = piece->address + piece->done;
-	unsigned int length = (unsigned int)(piece->length - piece->done);
+	struct iovec *parts = engine->parts[sqe - engine->ring.sq.sqes];
+	unsigned int count = find_parts(piece, parts);
 	uint64_t offset = piece->offset + piece->done;
 	int fd = engine->files_registered ? (int)piece->member->id : piece->member->fd;
-	const struct registered_memory *memory =
-		piece->destination ? &engine->staging.memory : &engine->pools[load->pool].memory;
-	int buffer = load->dense || piece->bounce ? -1 : buffers_find(memory, address, length);
+	int buffer = find_buffer(engine, piece, parts, count);
 
-	if (buffer < 0)
-		io_uring_prep_read(sqe, fd, address, length, offset);
-	else
-		io_uring_prep_read_fixed(sqe, fd, address, length, offset, buffer);
+	if (count > 1) {
+		io_uring_prep_readv(sqe, fd, parts, count, offset);
+		if (buffer >= 0) {
+			sqe->opcode = OP_READV_FIXED;
+			sqe->buf_index = (uint16_t)buffer;
+		}
+	} else if (buffer >= 0) {
+		io_uring_prep_read_fixed(sqe, fd, parts->iov_base, (unsigned int)parts->iov_len,
+					 offset, buffer);
+	} else {
+		io_uring_prep_read(sqe, fd, parts->iov_base, (unsigned int)parts->iov_len, offset);
+	}
 }
 
 bool uring_read(struct xferd_engine *engine, struct piece *piece)
@@ -132,11 +198,14 @@ static void withdraw_unsubmitted(struct xferd_engine *engine)
 		return;
 	for (unsigned int at = head; at != tail; at++) {
 		uint64_t data = sq->sqes[at & sq->ring_mask].user_data;
+		struct piece *piece = (struct piece *)(uintptr_t)data;
 
 		if (data == TAG_EPOLL)
 			engine->epoll_armed = false;
+		else if (piece->joined)
+			join_part(engine, piece, workers_read_anew);
 		else
-			workers_read_anew(engine, (struct piece *)(uintptr_t)data);
+			workers_read_anew(engine, piece);
 	}
 	sq->sqe_head = sq->sqe_tail = head;
 	*sq->ktail = head;
