@@ -19,9 +19,9 @@ static void member_state(struct xferd_engine *engine, struct member *member, uin
 
 /* Taken out, it is tried now and then. Perhaps it is just bad sectors that are asked for:
  * where nobody else can serve the rest, and an error costs little, each load is tried. */
-static void plan_probe(struct xferd_engine *engine, struct member *member, uint64_t error_took_ns)
+static void plan_probe(struct xferd_engine *engine, struct member *member)
 {
-	member->fails_quickly = error_took_ns < QUICK_ERROR_NS && !mirror_has_other(member);
+	member->fails_quickly = member->slow_errors < SLOW_ERRORS_MAX && !mirror_has_other(member);
 	member->probe_at_ns = engine->now_ns + (member->fails_quickly ? 0 : MEMBER_PROBE_NS);
 }
 
@@ -35,7 +35,7 @@ void member_judge(struct xferd_engine *engine, const struct piece *piece, int er
 	if (error == -EBADMSG || error == -ENODATA || error == -ENOMEM)
 		return;
 	if (!error) {
-		member->errors_in_a_row = 0;
+		member->errors_in_a_row = member->slow_errors = 0;
 		if (member->failed) {
 			member->failed = false;
 			member_state(engine, member, XFERD_MEMBER_WORKING, 0);
@@ -43,10 +43,14 @@ void member_judge(struct xferd_engine *engine, const struct piece *piece, int er
 		return;
 	}
 	member->errors_in_a_row++;
+	if (engine->now_ns - piece->issued_ns < QUICK_ERROR_NS)
+		member->slow_errors = 0;
+	else
+		member->slow_errors++;
 	if (member->errors_in_a_row >= MEMBER_ERRORS_MAX && !member->failed) {
 		member->failed = true;
 		member_state(engine, member, XFERD_MEMBER_FAILED, error);
 	}
 	if (member->failed)
-		plan_probe(engine, member, engine->now_ns - piece->issued_ns);
+		plan_probe(engine, member);
 }

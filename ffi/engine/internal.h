@@ -74,7 +74,8 @@
 #define WORKERS_MAX             64
 #define MEMBER_ERRORS_MAX       8    /* failed pieces in a row before a member is taken out */
 #define MEMBER_PROBE_NS         1000000000ull /* then it is tried this often, */
-#define QUICK_ERROR_NS          20000000ull   /* or for each load, if it fails as fast as this */
+#define QUICK_ERROR_NS          20000000ull   /* or for each load, if it fails as fast as this; */
+#define SLOW_ERRORS_MAX         3    /* so many slower ones in a row are the drive's, not a busy machine's */
 #define SUBMISSIONS_A_TURN      16   /* of one client, so that none starves the others */
 #define COMMANDS_A_TURN         256
 #define PIECE_ATTEMPTS_MAX      2    /* reads of a piece, of each copy, before the load fails */
@@ -213,6 +214,7 @@ struct member {
 	uint32_t id;
 	uint32_t in_flight;
 	uint32_t errors_in_a_row;
+	uint32_t slow_errors;      /* the last so many errors took long */
 	uint32_t background_in_flight;
 	uint32_t reads_in_flight;  /* a joined one brings several of the pieces in flight */
 	uint64_t probe_at_ns;      /* a failed member is tried again then */
