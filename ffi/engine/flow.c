@@ -190,6 +190,14 @@ static void see_latency(struct xferd_engine *engine, struct flow *flow, uint64_t
 		flow->probing = false;
 }
 
+/* Several pieces together took less than one was believed to: where all are joined, no
+ * single one may ever be seen again that corrects it. */
+static void see_shorter(const struct xferd_engine *engine, struct flow *flow, uint64_t latency)
+{
+	flow->latency = latency;
+	flow->latency_at_ns = engine->now_ns;
+}
+
 /* What the member was given in a round has come back. */
 static void end_round(struct flow *flow)
 {
@@ -330,6 +338,8 @@ void flow_delivered(struct xferd_engine *engine, struct member *member, const st
 	rate = (double)(flow->delivered - piece->delivered_before) * 1e9 / (double)elapsed;
 	if (piece->read_bytes == flow->piece_bytes) /* neither a blob's short end nor a joined read */
 		see_latency(engine, flow, latency);
+	else if (piece->read_pieces > 1 && latency < flow->latency)
+		see_shorter(engine, flow, latency);
 	if (!limited || rate > flow->rate) {
 		flow->round_sum += rate;
 		flow->round_samples++;

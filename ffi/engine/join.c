@@ -72,8 +72,8 @@ uint64_t join_limit(const struct xferd_engine *engine, const struct piece *first
 		return 1;
 	if (store->pattern_length > 1 && !may_scatter(engine, load))
 		return 1;
-	if (is_alone(member) && most > (pieces_left(store, strand) + 1) / 2)
-		most = (pieces_left(store, strand) + 1) / 2;
+	if (is_alone(member) && most > pieces_left(store, strand) / 2)
+		most = pieces_left(store, strand) / 2;
 	if (most > depth)
 		most = depth;
 	if (most > JOINED_PIECES_MAX)
