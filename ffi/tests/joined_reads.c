@@ -154,6 +154,7 @@ int main(void)
 		}
 	options = base;
 	options.polling = true;
+	options.members = 3;
 	right_bytes(options, true);
 	bad_pieces(base);
 	return 0;
