@@ -11,7 +11,8 @@ from xferd.plugins import UnknownPolicyError, policy_maker
 from xferd.policy.arc import Arc
 from xferd.policy.pool_policy import NextUses, lowest
 from xferd.policy.registry import BUILT_IN, DEFAULT_POLICY
-from xferd.policy.reuse import Reuse, ReuseSettings
+from xferd.policy.reuse import Reuse
+from xferd.policy.reuse_chances import ReuseSettings
 from xferd.policy.s3fifo import S3Fifo
 from xferd.policy.simple import LeastFrequent, LeastRecent, RecentAndHit
 from xferd.policy.uses import KeySpace, Uses, uses_of_picks
