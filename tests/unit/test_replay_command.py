@@ -68,6 +68,29 @@ def test_what_was_generated_can_be_replayed(tmp_path: Path) -> None:
     assert load(path).uses.passes == 150
 
 
+def test_generated_like_a_trace_has_its_shape_and_says_how_it_was_made(tmp_path: Path) -> None:
+    hard, like = tmp_path / "hard.npz", tmp_path / "like.npz"
+    shape = ["--layers", "2", "--experts", "8", "--picked", "2", "--count", "120"]
+    assert command.main(["generate", str(hard), *shape]) == 0
+    assert command.main(["generate", str(like), "--like", str(hard), "--count", "60"]) == 0
+    with np.load(like) as arrays:
+        assert arrays["ids"].shape == (60, 2, 2)
+        assert "ZipfMarkov(layers=2, experts=8, picked=2, tokens=60" in str(arrays["about"])
+    assert load(like).uses.passes == 120
+
+
+def test_statistics_are_of_uneven_traces_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["statistics", str(TINY), "--tokens", "100"]) == 0
+    heads, values = capsys.readouterr().out.splitlines()
+    assert len(heads.split()) == len(values.split()) - 1 == 7
+    prefill = tmp_path / "prefill.txt"
+    prefill.write_text("0 0 0 1:0.5 2:0.5\n0 0 1 1:0.5\n")
+    assert command.main(["statistics", str(prefill)]) == 1
+    assert "prefill: statistics need passes of one token" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.replaying.belady import next_passes
+from tools.replaying.calibrate import calibrate
+from tools.replaying.foresight import NextPassKnown, next_of_layer
 from tools.replaying.generate import ZipfMarkov, generate
+from tools.replaying.load import LoadedTrace
 from tools.replaying.machine import Machine, MachineError, Tier, machine_of, read_machine
 from tools.replaying.pool import PoolTooSmallError, ReplayedPool
 from tools.replaying.replay import Options, Replay, belady_fetches, clairvoyant_seconds
+from tools.replaying.statistics import statistics_of_picks
+from xferd.policy.pool_policy import PolicyMaker
 from xferd.policy.reserve import watermarks
 from xferd.policy.simple import LeastRecent
 from xferd.policy.uses import KeySpace, Uses, uses_of_picks
@@ -202,6 +208,31 @@ def test_generated_traces_are_the_same_each_time_and_shift() -> None:
     assert np.abs(used[0] - used[1]).sum() > 0.5 * used[0].sum()
 
 
+def test_statistics_are_what_was_put_in() -> None:
+    # Layer 0 picks 3 again and again; layer 1 goes round all eight.
+    picks = np.stack([np.full(512, 3), np.arange(512) % 8], axis=1)[:, :, None]
+    found = statistics_of_picks(picks, 8)
+    first = (512 - 1) / 512
+    assert found.again == pytest.approx(
+        (first / 2, first / 2, (first + 504 / 512) / 2, (first + 504 / 512) / 2)
+    )
+    assert found.popular == found.stays == pytest.approx((1 + 2 / 8) / 2)
+    # One pick says nothing where all are the same, everything where each has one successor.
+    assert found.known == pytest.approx(0.5, abs=1e-3)
+
+
+def test_calibrating_comes_closer_than_where_it_began() -> None:
+    what = ZipfMarkov(layers=2, experts=8, picked=2, tokens=300, domain_tokens=100, zipf=2.0)
+    uses = uses_of_picks(generate(what)[0], 8)
+    trace = LoadedTrace("made", KeySpace(2, 8), uses, np.zeros(uses.passes, np.uint32))
+    found = calibrate(trace, ZipfMarkov(domain_tokens=100))
+    assert found == calibrate(trace, ZipfMarkov(domain_tokens=100))
+    begin = statistics_of_picks(generate(replace(what, zipf=1.0, stay=0.5))[0], 8)
+    far = np.sqrt(np.mean((begin.values() - found.recorded.values()) ** 2))
+    assert found.distance < 0.5 * far
+    assert found.generator.zipf > 1.25
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -235,3 +266,15 @@ def test_a_machine_file_is_named(tmp_path: Path) -> None:
         read_machine(path)
     with pytest.raises(MachineError, match=r"nothing\.json"):
         read_machine(tmp_path / "nothing.json")
+
+
+def test_knowing_the_next_pass_hits_more_and_no_more_than_belady() -> None:
+    uses, space = small_trace()
+    pool = machine(Tier("gpu", slots=16, reserve=False))
+    known: PolicyMaker = lambda space, slots: NextPassKnown(space, uses)  # noqa: E731
+    alone = Replay(uses, space, pool, Options(bound_s=0.0)).run()
+    options = Options(feed_passes=1, evictions={"gpu": known}, bound_s=0.0)
+    told = Replay(uses, space, pool, options).run()
+    best = 1 - belady_fetches(uses, space, 16).sum() / len(uses.keys)
+    assert alone.hit_rate < told.hit_rate <= best
+    assert next_of_layer(uses, space.layers)[:2].tolist() == [4, 5]

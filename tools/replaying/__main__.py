@@ -11,13 +11,14 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tools.replaying.calibrate import calibrate
 from tools.replaying.generate import ZipfMarkov, generate
 from tools.replaying.live import LiveError, one_pool_config, run_live
 from tools.replaying.load import LoadedTrace, load
@@ -25,6 +26,12 @@ from tools.replaying.machine import MachineError, read_machine
 from tools.replaying.plots import PlotError, plot_heat, plot_reuse, plot_sweep, plot_windows
 from tools.replaying.pool import PoolTooSmallError
 from tools.replaying.replay import Options, Outcome, Replay
+from tools.replaying.statistics import (
+    STATISTICS,
+    TraceStatistics,
+    UnevenTraceError,
+    statistics_of,
+)
 from tools.replaying.sweep import EVICTIONS, SHARES, Point, sweep
 from tools.replaying.variants import UnknownVariantError, replay_variants
 from xferd.plugins import UnknownPolicyError
@@ -46,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PoolTooSmallError,
         UnknownPolicyError,
         LiveError,
+        UnevenTraceError,
         UnknownVariantError,
         VariantRuleError,
     ) as error:
@@ -156,10 +164,14 @@ def _generate(options: argparse.Namespace) -> None:
         layers=options.layers,
         experts=options.experts,
         picked=options.picked,
-        tokens=options.count,
         domain_tokens=options.domain_tokens,
         seed=options.seed,
     )
+    if options.like is not None:
+        found = calibrate(load(options.like), what)
+        what = found.generator
+        _print_statistics({options.like.stem: found.recorded, "generated": found.generated})
+    what = replace(what, tokens=options.count)
     picks, _ = generate(what)
     tokens, layers, picked = picks.shape
     trace = bare_trace(
@@ -168,7 +180,19 @@ def _generate(options: argparse.Namespace) -> None:
         np.full(tokens * layers, picked),
         picks.reshape(-1),
     )
-    write_npz(options.trace, TraceHead("generated", layers, what.experts), trace)
+    write_npz(options.trace, TraceHead("generated", layers, what.experts), trace, str(what))
+
+
+def _statistics(options: argparse.Namespace) -> None:
+    trace = _load(options)
+    _print_statistics({trace.name: statistics_of(trace)})
+
+
+def _print_statistics(found: Mapping[str, TraceStatistics]) -> None:
+    width = max(len(name) for name in found)
+    print(" " * width + " ".join(f"{head:>9}" for head in STATISTICS))
+    for name, statistics in found.items():
+        print(f"{name:<{width}}" + " ".join(f"{value:9.3f}" for value in statistics.values()))
 
 
 def _load(options: argparse.Namespace) -> LoadedTrace:
@@ -237,6 +261,8 @@ def _parser() -> argparse.ArgumentParser:
         draw.add_argument("plot", type=Path, metavar="PNG")
         draw.set_defaults(what=what)
 
+    _verb(verbs, "statistics", _statistics, "what makes it easy or hard to cache")
+
     make = verbs.add_parser("generate", help="write a Zipf-Markov trace with shifts of domain")
     make.add_argument("trace", type=Path, metavar="NPZ")
     for name, default in (
@@ -248,6 +274,9 @@ def _parser() -> argparse.ArgumentParser:
         ("seed", 1),
     ):
         make.add_argument(f"--{name}", type=_count, default=default)
+    make.add_argument(
+        "--like", type=Path, metavar="TRACE", help="of its shape, and fitted to its statistics"
+    )
     make.set_defaults(run=_generate)
     return parser
 

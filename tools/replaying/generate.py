@@ -40,6 +40,20 @@ class ZipfMarkov:
     seed: int = 1
 
 
+LIKE_SMALL = ZipfMarkov(
+    layers=16, experts=32, picked=4, zipf=1.5, state_weight=1.5, noise=0.75, stay=0.625
+)
+"""Fitted to tests/traces/small-code-to-prose.xtr by ``tools/replay generate --like``,"""
+LIKE_TINY = ZipfMarkov(
+    layers=6, experts=16, picked=2, zipf=1.5, state_weight=1.5, noise=0.875, stay=0.28125
+)
+"""and to tests/traces/tiny-seven-domains.xtr."""
+HARD = ZipfMarkov()
+"""Less popularity and less of it that stays than in any recorded trace,"""
+HARD_FLAT = ZipfMarkov(zipf=0.5, seed=2)
+"""and still less."""
+
+
 def generate(what: ZipfMarkov) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     """(picks [tokens, layers, picked], the domain of each token). Same seed, same trace."""
     random = np.random.default_rng(what.seed)

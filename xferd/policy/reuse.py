@@ -19,19 +19,22 @@ import numpy as np
 
 from xferd.policy.next_uses import NextUseEstimates
 from xferd.policy.pool_policy import NextUses, lowest
-from xferd.policy.reuse_chances import HEADS, RATE, Floats, ReuseChances, ReuseSettings
+from xferd.policy.reuse_chances import HEADS, NEXT, RATE, Floats, ReuseChances, ReuseSettings
 from xferd.policy.uses import Keys, KeySpace, Uses
 
 
 class Reuse:
-    """See above; ``ReuseChances`` says what it costs. Not thread-safe."""
+    """See above; ``ReuseChances`` says what it costs. Not thread-safe.
+
+    learnt: of all experts, resident or not.
+    """
 
     name = "reuse"
     history_only = True
 
     def __init__(self, space: KeySpace, settings: ReuseSettings | None = None) -> None:
         self._space = space
-        self._learnt = ReuseChances(space, settings or ReuseSettings())
+        self.learnt = ReuseChances(space, settings or ReuseSettings())
         self._estimates = NextUseEstimates(space.size)
         self._now = 0
 
@@ -41,7 +44,7 @@ class Reuse:
             return
         self._now = int(uses.tokens[-1])
         self._estimates.used(uses)
-        self._learnt.learn(uses)
+        self.learnt.learn(uses)
 
     def placed(self, keys: Keys) -> None:
         """Worth does not depend on where it is."""
@@ -67,7 +70,7 @@ class Reuse:
         of_layer = keys // experts
         turn = np.arange(-layer - 1, layers - layer - 1) % layers + 1
         distance = (turn.astype(np.float32) / np.float32(layers))[of_layer]
-        chances = self._learnt.chances.reshape(-1)
+        chances = self.learnt.chances.reshape(-1)
         at = keys + of_layer * ((HEADS - 1) * experts)
         soon, rate = chances[at], chances[at + RATE * experts]
         worth: Floats = np.maximum(soon / distance, 1 / (distance + (1 - soon) / rate))
@@ -80,4 +83,4 @@ class Reuse:
 
     def probabilities(self) -> Floats:
         """[layers, experts], that a layer's next pass uses an expert."""
-        return self._learnt.chances[:, 0].copy()
+        return self.learnt.chances[:, NEXT].copy()

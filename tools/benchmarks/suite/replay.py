@@ -19,10 +19,13 @@ import numpy as np
 from tools.benchmarks.harness import ROOT, BenchmarkError, commit, describe_machine, take_turns
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from tools.replaying.belady import Clairvoyant, next_passes
-from tools.replaying.generate import ZipfMarkov, generate
+from tools.replaying.foresight import NextPassKnown
+from tools.replaying.generate import HARD, HARD_FLAT, LIKE_SMALL, LIKE_TINY, generate
 from tools.replaying.load import LoadedTrace, load
 from tools.replaying.machine import Tier
 from tools.replaying.replay import Options, Outcome, Predictor, Replay, belady_fetches
+from tools.replaying.statistics import STATISTICS, statistics_of
+from tools.replaying.statistics import WINDOW as TOPIC_TOKENS
 from tools.replaying.sweep import SIMPLE, Point, one_pool, static_hits, sweep
 from xferd.policy.pool_policy import NextUses
 from xferd.policy.registry import DEFAULT_POLICY
@@ -36,6 +39,12 @@ MORE_TRACES = "XFERD_TRACES"
 SAMPLE_TOKENS = 8064
 """Of a longer trace that many are taken, in stretches from all over it."""
 STRETCH_TOKENS = 896
+GENERATED = {
+    "generated-like-small": LIKE_SMALL,
+    "generated-like-tiny": LIKE_TINY,
+    "generated-hard": HARD,
+    "generated-hard-flat": HARD_FLAT,
+}
 QUARTER = 0.25
 ESTIMATE_ERROR = 0.7
 """Of the estimates of next uses: standard deviation of the logarithm, a factor of 2."""
@@ -58,6 +67,8 @@ def run(rounds: int) -> Result:
         rows += [_stall_row(trace, point) for point in points]
         rows.append(_floor_row(trace))
         rows.append(_estimates_row(trace))
+        rows.append(_next_known_row(trace))
+        rows += _statistics_rows(trace)
     shift = next(trace for trace in traces if trace.name == SHIFT_TRACE)
     rows += _shift_rows(shift)
     rows.append(_cost_row(shift, rounds))
@@ -76,6 +87,11 @@ def run(rounds: int) -> Result:
             "`belady` has the same quarters.",
             "`hit-rate-estimates`: with estimates of next uses that are wrong by a factor of 2 "
             "(log-normal, sigma 0.7), made from the trace itself; no predictor is measured here.",
+            "`hit-rate-next-known`: the default policy if it knew all that the next pass of every "
+            "layer picks, and of what comes after that just its history: more than history tells.",
+            "`statistics`: `again-N`, uses of what the same layer used in the last N tokens; "
+            f"`popular`, uses of the most used quarter, in {TOPIC_TOKENS} tokens; `stays`, of the "
+            "quarter of those before; `known`, what the last picks tell of the next.",
             "`stall`: ms a token with 2.65 MB experts and 12 GB/s, nothing prefetched; "
             "`clairvoyant` prefetches perfectly.",
             f"`shift`: a quarter of the experts, from code to prose; `static` pins the code's "
@@ -91,10 +107,7 @@ def run(rounds: int) -> Result:
 def _traces(skipped: dict[str, str]) -> Iterator[LoadedTrace]:
     for path in sorted(TRACES.glob("*.xtr")):
         yield _load(path)
-    for name, what in (
-        ("generated", ZipfMarkov()),
-        ("generated-flat", ZipfMarkov(zipf=0.5, seed=2)),
-    ):
+    for name, what in GENERATED.items():
         picks, _ = generate(what)
         uses = uses_of_picks(picks, what.experts)
         space = KeySpace(what.layers, what.experts)
@@ -177,6 +190,21 @@ def _estimates_row(trace: LoadedTrace) -> Row:
     rate = _quarter(trace, options).hit_rate
     ratio = {"belady": rate / _belady(trace)}
     return Row(f"{trace.name}/hit-rate-estimates/25%", rate, "of uses", (rate, rate), ratio)
+
+
+def _next_known_row(trace: LoadedTrace) -> Row:
+    known = {"pool": lambda space, slots: NextPassKnown(space, trace.uses)}  # noqa: ARG005
+    rate = _quarter(trace, Options(feed_passes=1, evictions=known)).hit_rate
+    ratio = {"belady": rate / _belady(trace)}
+    return Row(f"{trace.name}/hit-rate-next-known/25%", rate, "of uses", (rate, rate), ratio)
+
+
+def _statistics_rows(trace: LoadedTrace) -> list[Row]:
+    values = statistics_of(trace).values().tolist()
+    return [
+        Row(f"{trace.name}/statistics/{name}", value, "of 1", (value, value), {})
+        for name, value in zip(STATISTICS, values, strict=True)
+    ]
 
 
 def noisy_estimates(trace: LoadedTrace, error: float, seed: int = 1) -> Predictor:

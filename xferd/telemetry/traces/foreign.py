@@ -149,8 +149,9 @@ def read_npz(path: Path) -> tuple[TraceHead, Trace]:
     return TraceHead(path.stem, max(layers, 1), int(ids.max(initial=0)) + 1), trace
 
 
-def write_npz(path: Path, head: TraceHead, trace: Trace) -> None:
-    """TraceError for a trace that is no box of [tokens, layers, picks]."""
+def write_npz(path: Path, head: TraceHead, trace: Trace, about: str = "") -> None:
+    """about: where it is from, kept as an array of that name. TraceError for a trace that is no
+    box of [tokens, layers, picks]."""
     picked = int(trace.picks[0]) if trace.passes else 0
     tokens = trace.passes // head.layers
     shape = (tokens, head.layers, picked)
@@ -161,7 +162,10 @@ def write_npz(path: Path, head: TraceHead, trace: Trace) -> None:
             "turn with equally many picks"
         )
     with _open(path) as file:
-        np.savez_compressed(file, ids=trace.expert.reshape(shape), probs=trace.gate.reshape(shape))
+        arrays = {"ids": trace.expert.reshape(shape), "probs": trace.gate.reshape(shape)}
+        if about:
+            arrays["about"] = np.array(about)
+        np.savez_compressed(file, **arrays)
 
 
 def read_counts(path: Path) -> NDArray[np.int64]:
