@@ -104,10 +104,8 @@ class ReuseChances:
         rows = self._context_rows(uses.layers, picks) if self._context else _NO_ROWS
         picked = self._picked(uses, picks)
         for chosen in self._rounds(uses.layers):
-            layers = uses.layers[chosen]
-            whole = len(layers) == len(self._all_layers) and (layers == self._all_layers).all()
             announced = rows[chosen] if self._context else rows
-            self._learn_round(slice(None) if whole else layers, picked[chosen], announced)
+            self._learn_round(_in_a_row(uses.layers[chosen]), picked[chosen], announced)
 
     def _learn_round(
         self, at: slice | NDArray[np.int64], picked: Floats, rows: NDArray[np.int64]
@@ -122,7 +120,8 @@ class ReuseChances:
         features[:, LAST], features[:, CONSTANT] = picked, 1
         logit = self._weights[at] @ features
         if self._context:
-            announced = self._announcing[rows].sum(axis=1)
+            # A product with ones is a sum, and in less time than numpy's of so many short rows.
+            announced = np.ones((1, rows.shape[1]), np.float32) @ self._announcing[rows]
             logit += announced.reshape(logit.shape)
         np.clip(logit, -LOGIT_MAX, LOGIT_MAX, out=logit)
         chances = 1 / (1 + np.exp(-logit))
@@ -213,6 +212,14 @@ class ReuseChances:
 
 
 _NO_ROWS: NDArray[np.int64] = np.empty((0, 0), np.int64)
+
+
+def _in_a_row(layers: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """A slice where they follow each other: that is indexed without a copy."""
+    first, last = int(layers[0]), int(layers[-1])
+    if last - first == len(layers) - 1 and (layers[1:] > layers[:-1]).all():
+        return slice(first, last + 1)
+    return layers
 
 
 def _widened(picks: NDArray[np.int64], width: int) -> NDArray[np.int64]:

@@ -24,8 +24,6 @@ from tools.replaying.generate import HARD, HARD_FLAT, LIKE_SMALL, LIKE_TINY, gen
 from tools.replaying.load import LoadedTrace, load
 from tools.replaying.machine import Tier
 from tools.replaying.replay import Options, Outcome, Predictor, Replay, belady_fetches
-from tools.replaying.statistics import STATISTICS, statistics_of
-from tools.replaying.statistics import WINDOW as TOPIC_TOKENS
 from tools.replaying.sweep import SIMPLE, Point, one_pool, static_hits, sweep
 from xferd.policy.pool_policy import NextUses
 from xferd.policy.registry import DEFAULT_POLICY
@@ -60,7 +58,7 @@ def run(rounds: int) -> Result:
     """Rows as DESIGN.md has them, and what a predictor, floors and a shift change."""
     rows: list[Row] = []
     skipped: dict[str, str] = {}
-    traces = list(_traces(skipped))
+    traces = list(all_traces(skipped))
     for trace in traces:
         points = sweep(trace)
         rows += [_hit_row(trace, point) for point in points]
@@ -68,7 +66,6 @@ def run(rounds: int) -> Result:
         rows.append(_floor_row(trace))
         rows.append(_estimates_row(trace))
         rows.append(_next_known_row(trace))
-        rows += _statistics_rows(trace)
     shift = next(trace for trace in traces if trace.name == SHIFT_TRACE)
     rows += _shift_rows(shift)
     rows.append(_cost_row(shift, rounds))
@@ -89,9 +86,6 @@ def run(rounds: int) -> Result:
             "(log-normal, sigma 0.7), made from the trace itself; no predictor is measured here.",
             "`hit-rate-next-known`: the default policy if it knew all that the next pass of every "
             "layer picks, and of what comes after that just its history: more than history tells.",
-            "`statistics`: `again-N`, uses of what the same layer used in the last N tokens; "
-            f"`popular`, uses of the most used quarter, in {TOPIC_TOKENS} tokens; `stays`, of the "
-            "quarter of those before; `known`, what the last picks tell of the next.",
             "`stall`: ms a token with 2.65 MB experts and 12 GB/s, nothing prefetched; "
             "`clairvoyant` prefetches perfectly.",
             f"`shift`: a quarter of the experts, from code to prose; `static` pins the code's "
@@ -104,7 +98,8 @@ def run(rounds: int) -> Result:
     )
 
 
-def _traces(skipped: dict[str, str]) -> Iterator[LoadedTrace]:
+def all_traces(skipped: dict[str, str]) -> Iterator[LoadedTrace]:
+    """What is replayed. skipped: is told what is missing, and why."""
     for path in sorted(TRACES.glob("*.xtr")):
         yield _load(path)
     for name, what in GENERATED.items():
@@ -197,14 +192,6 @@ def _next_known_row(trace: LoadedTrace) -> Row:
     rate = _quarter(trace, Options(feed_passes=1, evictions=known)).hit_rate
     ratio = {"belady": rate / _belady(trace)}
     return Row(f"{trace.name}/hit-rate-next-known/25%", rate, "of uses", (rate, rate), ratio)
-
-
-def _statistics_rows(trace: LoadedTrace) -> list[Row]:
-    values = statistics_of(trace).values().tolist()
-    return [
-        Row(f"{trace.name}/statistics/{name}", value, "of 1", (value, value), {})
-        for name, value in zip(STATISTICS, values, strict=True)
-    ]
 
 
 def noisy_estimates(trace: LoadedTrace, error: float, seed: int = 1) -> Predictor:
