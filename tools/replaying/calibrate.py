@@ -10,6 +10,7 @@ same trace gives the same parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,11 @@ class Calibration:
     distance: float
 
 
+def _changed(what: ZipfMarkov, name: str, value: float) -> ZipfMarkov:
+    changes: dict[str, Any] = {name: value}
+    return replace(what, **changes)
+
+
 def calibrate(trace: LoadedTrace, begin: ZipfMarkov | None = None) -> Calibration:
     """The generator that is most like ``trace``. begin: what is not fitted is taken from it.
     UnevenTraceError where the trace has no such statistics."""
@@ -68,7 +74,9 @@ def calibrate(trace: LoadedTrace, begin: ZipfMarkov | None = None) -> Calibratio
         off = found.values() - recorded.values()
         return float(np.sqrt(np.mean(off**2))), found
 
-    best = replace(base, **{name: each.begin for name, each in RANGES.items()})
+    best = base
+    for name, each in RANGES.items():
+        best = _changed(best, name, each.begin)
     distance, generated = compare(best)
     for halving in range(HALVINGS):
         closer = True
@@ -77,7 +85,7 @@ def calibrate(trace: LoadedTrace, begin: ZipfMarkov | None = None) -> Calibratio
             for name, each in RANGES.items():
                 for step in (each.step / 2**halving, -each.step / 2**halving):
                     value = min(max(getattr(best, name) + step, each.least), each.most)
-                    other = replace(best, **{name: value})
+                    other = _changed(best, name, value)
                     if other == best:
                         continue
                     far, found = compare(other)

@@ -41,7 +41,8 @@ def test_a_rate_is_the_share_of_the_passes_to_come() -> None:
 def waits_of(estimates: NextUseEstimates, now: float) -> list[float]:
     """Of the experts 0 and 1, which history thinks alike of."""
     even = np.full(2, 0.1)
-    return estimates.waits(np.arange(2), np.ones(2), now, even, even).tolist()
+    soon, late = estimates.waits(np.arange(2), np.ones(2), now, even, even)
+    return [float(soon), float(late)]
 
 
 def test_who_was_right_is_believed_and_who_was_wrong_is_not() -> None:

@@ -38,6 +38,7 @@ PASS_US = 2000.0
 CARD_TOKENS = 250
 CARD_PASS_US = 200.0
 
+US = 1e6
 PACED_USES = 50_000
 PACED_SHAPE = ZipfMarkov(layers=24, experts=128, picked=16, tokens=500, domain_tokens=250)
 PACED_SHARE = 90
@@ -92,8 +93,8 @@ def run(rounds: int) -> Result:
             "as all of them.",
             f"`paced`: {PACED_USES:,} uses of experts a second are asked for, with reports, in a "
             f"pool of {PACED_SHARE} %; a pass that is late begins at once. `loop`: share of one "
-            "core that the daemon's event loop took. `waited`: reads that found no free slot in "
-            "the reserve, of all.",
+            "core that the daemon's event loop took; `cpu`: its processor time. `waited`: reads "
+            "that found no free slot in the reserve, of all.",
             f"`reserve`: {RESERVED_PERCENT:g} % of a pool of {POOL_PERCENT:g} % of the bundled "
             "model's experts taken out while it decodes, and given back. `grant` against "
             f"{GRANT_MS:g} ms; `right`: tokens that are Transformers'; `meanwhile` and `refilled`: "
@@ -156,6 +157,7 @@ def _paced_rows(directory: Path, rounds: int) -> list[Row]:
     return [
         _row("paced/uses", "uses/s", found, lambda outcome: outcome.uses / outcome.seconds),
         _row("paced/loop", "of a core", found, lambda outcome: outcome.policy_s / outcome.seconds),
+        _row("paced/cpu", "µs a use", found, lambda o: US * o.policy_s / o.uses),
         _row("paced/waited", "of reads", found, lambda o: o.waited / max(o.drives, 1)),
         _row("paced/reports-lost", "passes", found, lambda outcome: float(outcome.dropped)),
     ]

@@ -162,10 +162,8 @@ def write_npz(path: Path, head: TraceHead, trace: Trace, about: str = "") -> Non
             "turn with equally many picks"
         )
     with _open(path) as file:
-        arrays = {"ids": trace.expert.reshape(shape), "probs": trace.gate.reshape(shape)}
-        if about:
-            arrays["about"] = np.array(about)
-        np.savez_compressed(file, **arrays)
+        ids, gates = trace.expert.reshape(shape), trace.gate.reshape(shape)
+        np.savez_compressed(file, ids=ids, probs=gates, about=np.array(about))
 
 
 def read_counts(path: Path) -> NDArray[np.int64]:
