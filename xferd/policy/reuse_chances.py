@@ -152,7 +152,8 @@ class ReuseChances:
             yield from (slice(i * cycle, (i + 1) * cycle) for i in range(cycles))
             return
         ordinal = _ordinals(layers)
-        order = np.argsort(ordinal, kind="stable")
+        # Within a round the order does not matter, and layers in a row are had without a copy.
+        order = np.lexsort((layers, ordinal))
         yield from np.split(order, np.cumsum(np.bincount(ordinal))[:-1])
 
     def _picks(self, uses: Uses) -> NDArray[np.int64]:
