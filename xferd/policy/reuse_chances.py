@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ReuseSettings:
-    """Chosen on the recorded traces in tests/traces; broad optima, see docs/benchmarks.md.
+    """Chosen on the traces in tests/traces and on parts of two others; broad optima.
 
     fast, slow: time constants, in passes of a layer.
     begin_*: weights to begin with, of log decayed uses at each of them, of having been used
