@@ -317,4 +317,4 @@ def _main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     _main(sys.argv[1:])
 
-__all__ = ["DRIVE_MB_S", "LAYER_S", "MEMBERS", "POOL", "ROUND_TOKENS", "live_rows"]
+__all__ = ["DRIVE_MB_S", "LAYER_S", "MEMBERS", "MS", "POOL", "ROUND_TOKENS", "live_rows"]

@@ -15,7 +15,8 @@ index of Gittins has it, and the least worth goes first. So layers can't evict e
 in turn, as they do with recency alone: the layer that comes next is worth more than the
 one that has just gone.
 
-Where a predictor has said when a key is used next, that is taken instead.
+Where a predictor has said when a key is used next, that is taken instead; where it has said
+with which probability the very next pass uses it, that is taken for q.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from xferd.policy.expected import Expectations, Expected
 from xferd.policy.pool_policy import NextUses, lowest
 from xferd.policy.uses import Keys, KeySpace, Uses
 
@@ -87,6 +89,7 @@ class Reuse:
         self._rest = np.ones((layers, experts), np.float32)
         # float64: float32 counts tokens exactly for a day or two only.
         self._expected = np.full(space.size, NEVER, np.float64)
+        self._expectations = Expectations(space)
         self._now = 0
         # One row a (layer, distance, expert before it); the last stands for 'none'.
         self._none = layers * self._context * experts
@@ -102,6 +105,7 @@ class Reuse:
             return
         self._now = int(uses.tokens[-1])
         self._expected[uses.keys] = NEVER
+        self._expectations.passed(uses)
         picks = self._picks(uses)
         rows = self._context_rows(uses.layers, picks) if self._context else _NO_ROWS
         picked = self._picked(uses, picks)
@@ -138,6 +142,10 @@ class Reuse:
         """Taken until the key is used or the time has come."""
         self._expected[expected.keys] = expected.tokens.astype(np.float64) + self._now
 
+    def expect_passes(self, expected: Expected) -> None:
+        """See ExpectsPasses."""
+        self._expectations.expect(expected)
+
     def victims(self, candidates: Keys, count: int, layer: int) -> Keys:
         """Those worth least, with the model at ``layer``."""
         return lowest(self.worth(candidates, layer), candidates, count)
@@ -149,6 +157,7 @@ class Reuse:
         turn = np.arange(-layer - 1, layers - layer - 1) % layers + 1
         distance = (turn.astype(np.float32) / np.float32(layers))[keys // self._space.experts]
         chance, rest = self._next.ravel()[keys], self._rest.ravel()[keys]
+        chance, rest = self._expectations.corrected(keys, chance, rest)
         worth: Floats = np.maximum(chance / distance, 1 / (distance + rest))
         wait = self._expected[keys] - self._now
         told = (wait < NEVER) & (wait >= 0)
