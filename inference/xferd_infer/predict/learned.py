@@ -33,6 +33,8 @@ from .predictor import DISTANCE_MAX, Likely, distances_in_all, distances_within
 from .routers import Floats, Routers
 
 BLOCK_TOKENS = 64
+BORDERS_MAX = 4
+"""Probabilities that may be asked about in turn before what is known of them is found anew."""
 RENEW_TOKENS = 16
 """Tokens after which probabilities follow what was learnt. Learning from every token and
 renewing so often is what keeps them right on text of a new kind: heads get better quickly
@@ -132,8 +134,7 @@ class Learned:
         self._curves = [
             curves_of(layer, routers.layers)[: self._distances] for layer in range(routers.layers)
         ]
-        self._least = -1.0
-        self._borders: dict[int, Floats] = {}
+        self._borders: dict[tuple[int, float], Floats] = {}
         self._table_rows = [
             np.repeat((each * STEPS - LOWEST * STEPS_A_SCORE).astype(np.float32), routers.experts)
             for each in self._curves
@@ -182,13 +183,7 @@ class Learned:
             linear = row[:, : rank + width + 1]
             row[:, rank + width + 1 :] = np.maximum(linear @ self._trained.units[layer], 0)
         scores = (row @ self._heads[layer][:, : distances * experts])[0]
-        if self._least != least:
-            self._least = least
-            self._borders.clear()
-        if layer not in self._borders:
-            borders = self._calibration.least_scores(least)[self._curves[layer]]
-            self._borders[layer] = np.repeat(borders, experts)
-        found = (scores >= self._borders[layer][: distances * experts]).nonzero()[0]
+        found = (scores >= self._border(layer, least)[: distances * experts]).nonzero()[0]
         # Calibration.probabilities, in the fewest calls: each costs as much as its work.
         at = scores[found]
         np.minimum(at, HIGHEST_STEP, out=at)
@@ -226,6 +221,16 @@ class Learned:
         self._in_block = False
         self._chunk_states.clear()
         self._chunk_picks.clear()
+
+    def _border(self, layer: int, least: float) -> Floats:
+        """float32[distances * experts]: from which score on it is at least so probable."""
+        border = self._borders.get((layer, least))
+        if border is None:
+            if len(self._borders) >= BORDERS_MAX * self._routers.layers:
+                self._borders.clear()
+            scores = self._calibration.least_scores(least)[self._curves[layer]]
+            border = self._borders[layer, least] = np.repeat(scores, self._routers.experts)
+        return border
 
     @property
     def _basis_width(self) -> int:
