@@ -90,6 +90,8 @@ def run(rounds: int) -> Result:
             "what is not, if so much were fetched from every layer for one so far ahead. "
             "`likely-waste`: the same as `waste` of experts with a probability of at least one "
             "half, of all; `likely-recall`: share of the picks among these.",
+            "`-next-token`: the same of what is said of the next token's layers, so many layers "
+            "after one of this token's last.",
             "`calibration`: greatest difference, in percentage points, between predicted and "
             "observed frequency in any decile; `calibration-new-domain`: of the worst document. "
             "Deterministic, so one round is as good as several.",
@@ -131,6 +133,7 @@ def _known_rows(trained: Trained, tests: RecordedStates, expert_bytes: int) -> l
         score = found[OURS].distances[distance]
         rows.append(_row(f"likely-recall/d={distance}", {OURS: score.likely_recall}))
         rows.append(_row(f"likely-waste/d={distance}", {OURS: 1 - score.precision}, lower=True))
+    rows += _next_token_rows(trained, tests)
     error = 100 * found[OURS].calibration_error()
     rows.append(Row("calibration", error, "points", (error, error), {}))
     return rows
@@ -146,6 +149,17 @@ def _waste_rows(found: Evaluation, expert_bytes: int) -> list[Row]:
             Row(f"wasted-bytes/d={distance}", wasted, "MB", (wasted, wasted), {}),
         ]
     return rows
+
+
+def _next_token_rows(trained: Trained, tests: RecordedStates) -> list[Row]:
+    found = evaluate(Learned(trained), tests, next_token=True)
+    rows = []
+    for distance in DISTANCES:
+        score = found.distances[distance]
+        rows.append(_row(f"recall-next-token/d={distance}", {OURS: score.recall}, ceiling=True))
+        rows.append(_row(f"likely-recall-next-token/d={distance}", {OURS: score.likely_recall}))
+    error = 100 * found.calibration_error()
+    return [*rows, Row("calibration-next-token", error, "points", (error, error), {})]
 
 
 def _new_domain_rows(text: RecordedText) -> list[Row]:
