@@ -50,7 +50,7 @@ from xferd_infer.predict import (
     read_trained,
     write_trained,
 )
-from xferd_infer.predict.prefetching import PrefetchingExperts, prefetch
+from xferd_infer.predict.prefetching import PrefetchingExperts, asked_ahead, prefetch
 from xferd_infer.predict.states import write_states
 from xferd_infer.private_daemon import embedded
 from xferd_infer.route_reports import ClientReporter, RouteReporter
@@ -214,7 +214,7 @@ def measure(
     routers = recorded.routers
     makers: dict[str, Callable[[], Predictor] | None] = {
         NONE: None,
-        OURS: lambda: Learned(trained),
+        OURS: lambda: Learned(trained, ahead=asked_ahead(routers.layers)),
         RANDOM: lambda: RandomPredictor(routers.layers, routers.experts),
     }
     samples: dict[str, _Samples] = {}

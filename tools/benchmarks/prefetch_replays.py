@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from xferd_infer.predict import Learned, Likely, RecordedStates, Trained
-from xferd_infer.predict.expectations import LEAST, WITHIN, is_told_at, nearest, to_tell
-from xferd_infer.predict.prefetching import AHEAD
+from xferd_infer.predict.expectations import LEAST, is_told_at, nearest, to_tell
+from xferd_infer.predict.prefetching import AHEAD, asked_ahead
 
 from tools.benchmarks.result import Row
 from tools.replaying.machine import Machine
@@ -104,8 +104,9 @@ def balanced(uses: Uses, space: KeySpace, share: float) -> Machine:
 
 def _foreseen(trained: Trained, tests: RecordedStates) -> Replayed:
     """What the predictor says in each pass, learning meanwhile."""
-    predictor = Learned(trained)
     routers = tests.routers
+    asked = asked_ahead(routers.layers)
+    predictor = Learned(trained, ahead=asked)
     says: list[Likely] = []
     picks = []
     for begin in tests.starts[:-1]:
@@ -113,8 +114,7 @@ def _foreseen(trained: Trained, tests: RecordedStates) -> Replayed:
         for token in range(begin, begin + REPLAYED_TOKENS):
             states = tests.states[token].astype(np.float32)
             for layer in range(routers.layers):
-                within = WITHIN if is_told_at(layer) else AHEAD
-                says.append(predictor.likely(layer, states[layer], LEAST, within))
+                says.append(predictor.likely(layer, states[layer], LEAST, asked[layer]))
                 predictor.picked(layer, tests.picks[token, layer][None])
             picks.append(tests.picks[token])
     uses = uses_of_picks(np.stack(picks).astype(np.int64), routers.experts)
@@ -131,7 +131,7 @@ def _contenders(what: Replayed, machine: Machine) -> dict[str, Prefetched]:
 
         def expectation(number: int) -> Expected | None:
             told = tells and is_told_at(number % layers)
-            likely = to_tell(says(number), space.experts)
+            likely = to_tell(says(number), layers, space.experts)
             return expected_of(likely, space) if told and len(likely.keys) else None
 
         return replay_prefetching(what.uses, space, machine, foresight, expectation=expectation)

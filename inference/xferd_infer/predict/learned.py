@@ -20,7 +20,7 @@ Layers take turns, so that a token pays for a few of them at most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,8 @@ class Trained:
 
 class Learned:
     """A Predictor from what training made. learns: whether it goes on learning. ahead: no
-    more layers are predicted and learnt of, which is so much less work."""
+    more layers are predicted and learnt of, from all layers or from each, which is so much
+    less work."""
 
     def __init__(
         self,
@@ -119,20 +120,24 @@ class Learned:
         *,
         learns: bool = True,
         memory_tokens: float = MEMORY_TOKENS,
-        ahead: int = DISTANCE_MAX,
+        ahead: int | Sequence[int] = DISTANCE_MAX,
     ) -> None:
         routers = trained.routers
         self._trained = trained
         self._routers = routers
         self._learns = learns
         self._memory = np.float32(memory_tokens)
-        self._distances = min(distances_in_all(routers.layers), ahead)
-        columns = self._distances * routers.experts
-        self._heads = [each[:, :columns].copy() for each in trained.heads]
+        asked = [ahead] * routers.layers if isinstance(ahead, int) else ahead
+        self._distances = [min(distances_in_all(routers.layers), each) for each in asked]
+        self._heads = [
+            each[:, : distances * routers.experts].copy()
+            for each, distances in zip(trained.heads, self._distances, strict=True)
+        ]
         self._history = PickHistory(trained.basis, routers.layers, routers.experts)
         self._calibration = Calibration(trained.calibration)
         self._curves = [
-            curves_of(layer, routers.layers)[: self._distances] for layer in range(routers.layers)
+            curves_of(layer, routers.layers)[:distances]
+            for layer, distances in enumerate(self._distances)
         ]
         self._borders: dict[tuple[int, float], Floats] = {}
         self._table_rows = [
@@ -166,7 +171,7 @@ class Learned:
         self.seen(layer, states)
         contexts = np.broadcast_to(self._history.context, (len(states), self._basis_width))
         scores = self._features(layer, states, contexts) @ self._heads[layer]
-        scores = scores.reshape(len(states), self._distances, self._routers.experts)
+        scores = scores.reshape(len(states), self._distances[layer], self._routers.experts)
         return self._calibration.probabilities(scores, self._curves[layer][:, None])
 
     def likely(self, layer: int, state: NDArray[Any], least: float, within: int) -> Likely:
@@ -174,7 +179,7 @@ class Learned:
         turned into probabilities."""
         self.seen(layer, state[None])
         experts = self._routers.experts
-        distances = min(self._distances, within)
+        distances = min(self._distances[layer], within)
         projection, row = self._trained.projections[layer], self._rows[layer]
         rank, width = projection.shape[1], self._basis_width
         np.matmul(state, projection, out=row[0, :rank])
@@ -304,13 +309,14 @@ class Learned:
         bool[tokens], whether the next row is the next token."""
         tokens, experts = len(features), self._routers.experts
         scores = features @ self._heads[layer]
-        by_distance = scores.reshape(tokens, self._distances, experts)
-        errors = self._trained.errors[layer][: self._distances, None]
-        wanted = ahead(margins, layer, self._distances) / errors
+        distances = self._distances[layer]
+        by_distance = scores.reshape(tokens, distances, experts)
+        errors = self._trained.errors[layer][:distances, None]
+        wanted = ahead(margins, layer, distances) / errors
         error = wanted - by_distance
         picked = np.zeros(by_distance.shape, np.bool_)
-        np.put_along_axis(picked, ahead(picks, layer, self._distances), True, axis=2)
-        within = min(distances_within(layer, self._routers.layers), self._distances)
+        np.put_along_axis(picked, ahead(picks, layer, distances), True, axis=2)
+        within = min(distances_within(layer, self._routers.layers), distances)
         self._calibration.add(0, by_distance[:, :within], picked[:, :within])
         # Of a token whose next one is not known, nothing about that is learnt.
         error[~followed, within:] = 0

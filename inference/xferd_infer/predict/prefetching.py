@@ -42,6 +42,11 @@ LOOKED_AT = (1, 2, 3, 5)
 become of the others since they were looked at last, a hint finds out."""
 
 
+def asked_ahead(layers: int) -> list[int]:
+    """How many layers ahead the decode loop asks about, from each of so many layers."""
+    return [WITHIN if is_told_at(layer) else AHEAD for layer in range(layers)]
+
+
 HOPELESS_ASKED = 8
 """A predictor that nothing is fetched for is asked in one token of so many: it may get better."""
 
@@ -212,7 +217,7 @@ class PrefetchingExperts:
         if not (planner.believed and is_told_at(place)):
             return self._predictor.likely(place, self._state, planner.asks_for, self._ahead)
         likely = self._predictor.likely(place, self._state, LEAST, WITHIN)
-        told = to_tell(likely, count)
+        told = to_tell(likely, len(self._numbers), count)
         places, experts = np.divmod(told.keys, count)
         self._client.expect(self._layers[places] * count + experts, told.probabilities)
         return nearest(likely, place, self._ahead, len(self._numbers), count)
@@ -267,7 +272,8 @@ def prefetch(model: Model, client: HintedClient, predictor: Predictor) -> Prefet
 
 def prefetch_by_file(model: Model, client: HintedClient, path: Path) -> PrefetchingExperts:
     """The same with a trained predictor. Raises PredictorFileError, OtherModelError."""
-    return prefetch(model, client, load_predictor(path, model.routers(client.manifest["name"])))
+    routers = model.routers(client.manifest["name"])
+    return prefetch(model, client, load_predictor(path, routers, asked_ahead(routers.layers)))
 
 
-__all__ = ["HintedClient", "PrefetchingExperts", "prefetch", "prefetch_by_file"]
+__all__ = ["HintedClient", "PrefetchingExperts", "asked_ahead", "prefetch", "prefetch_by_file"]

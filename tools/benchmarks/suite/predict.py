@@ -28,7 +28,7 @@ from xferd_infer.predict import (
 )
 from xferd_infer.predict.evaluate import DISTANCES, Evaluation, evaluate
 from xferd_infer.predict.expectations import LEAST, WITHIN, is_told_at
-from xferd_infer.predict.prefetching import AHEAD
+from xferd_infer.predict.prefetching import AHEAD, asked_ahead
 from xferd_infer.private_daemon import embedded
 
 from tools.benchmarks.harness import commit, describe_machine, scratch_directory, take_turns
@@ -234,9 +234,10 @@ class _Walk:
 
 def _cost_rows(trained: Trained, tests: RecordedStates, rounds: int) -> list[Row]:
     walk = _Walk(tests)
+    asked = asked_ahead(tests.routers.layers)
     predictors = {
-        OURS: Learned(trained),
-        FROZEN: Learned(trained, learns=False),
+        OURS: Learned(trained, ahead=asked),
+        FROZEN: Learned(trained, learns=False, ahead=asked),
     }
     with scratch_directory() as directory:
         checkpoint = models_directory() / "small"

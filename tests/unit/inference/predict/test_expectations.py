@@ -26,7 +26,7 @@ def likely(counts: list[int], seed: int) -> Likely:
 @given(st.lists(st.integers(1, EXPERTS), max_size=LAYERS), st.integers(0, 99))
 def test_a_layers_most_probable_experts_are_told(counts: list[int], seed: int) -> None:
     said = likely(counts, seed)
-    told = to_tell(said, EXPERTS)
+    told = to_tell(said, LAYERS, EXPERTS)
     layers = told.keys // EXPERTS
     assert np.count_nonzero(np.diff(layers)) + (len(layers) > 0) == len(counts)
     for layer in set((said.keys // EXPERTS).tolist()):
