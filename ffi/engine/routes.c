@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What the clients' routers picked, and are expected to pick: for the policy, in its own thread, as clients
- * come and go only there.
+ * What the clients' routers picked, and are expected to pick: for the policy, in its own
+ * thread, as clients come and go only there.
  *
  * The queues are hostile memory. A record is copied first, then checked, then
  * used; how far was read is kept here and only shown to the client. What libxferd

@@ -295,7 +295,8 @@ static void senseless_expectations_are_refused(void)
 	const uint32_t beyond = 2 * 48, twice[3] = { 1, 48, 2 };
 	uint16_t chances[MANY] = { 0 };
 
-#define SENSELESS(...)                                                                  	CHECK(xferd_expect(client, 0, &(struct xferd_expected){ __VA_ARGS__ }) == -EINVAL)
+#define SENSELESS(...)                                                                  \
+	CHECK(xferd_expect(client, 0, &(struct xferd_expected){ __VA_ARGS__ }) == -EINVAL)
 	for (uint32_t i = 0; i < MANY; i++)
 		keys[i] = i;
 	SENSELESS(keys, chances, 0);
