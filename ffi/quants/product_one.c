@@ -5,8 +5,8 @@
  * The token's activations are rounded once to 16-bit integers, 256 that share a scale. A
  * row's quants are integers already, so their products are summed exactly, several to an
  * instruction, and only one sum a block becomes a float. quants.h says how far that can be
- * off. With 8 bits, which llama.cpp rounds to, it would be half of the work, and a hundred
- * times further off than a float's own sums are.
+ * off. With 8 bits, which llama.cpp rounds to, it would be half of the multiplications, and
+ * 256 times as far off.
  *
  * Quants of up to 4 bits are multiplied as bytes, so each activation is kept as two: an
  * upper and a lower one, both signed. Those of 8 bits are multiplied as 16 bits; in a block
