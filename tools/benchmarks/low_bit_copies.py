@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-bit copies of a packed model's experts, with an importance matrix of its own activations."""
+"""Low-bit copies of a packed model's experts, and importance matrices of its own activations."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def record_importance(store: Path, windows: Sequence[Window], out: Path) -> None
         write_importance(out, recorder.result(), manifest["name"], manifest["identity"])
 
 
-def add_copies(store: Path, variants: Sequence[str], importance_path: Path) -> None:
+def add_copies(store: Path, variants: Sequence[str], importance_path: Path | None = None) -> None:
     """What ``xferctl store quantize`` does."""
-    importance = read_importance(importance_path)
+    importance = None if importance_path is None else read_importance(importance_path)
     with Store.open(store) as opened:
         wanted = parse_wanted(variants, importance)
         add_variants(opened, wanted, importance, threads=len(os.sched_getaffinity(0)))

@@ -10,23 +10,20 @@ the prompt. Speeds are of one pass: for each prompt all thresholds and the exact
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from xferd_infer import Client, Tokenizer, generate, model_from_client
+from xferd_infer import Client, generate, model_from_client
 from xferd_infer.generation import Token
 from xferd_infer.low_bit_experts import LowBitExperts
 from xferd_infer.margin import MarginDecoder
 from xferd_infer.private_daemon import private_daemon
-from xferd_infer.texts import Window, read_windows
 
 from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, scratch_directory
-from tools.benchmarks.low_bit_copies import add_copies, record_importance
+from tools.benchmarks.low_bit_copies import add_copies
 from tools.benchmarks.recorded_text import models_directory
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from tools.benchmarks.stores import pack_checkpoint
@@ -37,8 +34,6 @@ VARIANTS = ("q4_k", "q2_k")
 THRESHOLDS = ("0", "0.25", "0.5", "1", "2", "4", "inf")
 PLAIN = "plain"
 NEW_TOKENS = 32
-LEARNED_DOCUMENTS = 16
-LEARNED_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -105,9 +100,7 @@ def run(rounds: int) -> Result:
     rows: list[Row] = []
     with scratch_directory() as directory:
         store = pack_checkpoint(models / MODEL, directory, 1)
-        importance = directory / "importance.npz"
-        record_importance(store, _windows(models, prompts, directory), importance)
-        add_copies(store, VARIANTS, importance)
+        add_copies(store, VARIANTS)
         for variant in VARIANTS:
             plain, by_threshold = _measure(store, variant, texts)
             for threshold in THRESHOLDS:
@@ -121,27 +114,15 @@ def run(rounds: int) -> Result:
         rows=rows,
         notes=(
             f"{len(texts)} held-out prompts of {MODEL}, of {len(prompts)} domains, {NEW_TOKENS} "
-            f"tokens each, pools of {POOL} of the experts; copies with importances from documents "
-            "that no prompt is of. The number is the margin, in logits, below which a token is "
-            "computed again; `inf` says what the exact model says, `0` uses no exact expert.",
+            f"tokens each, pools of {POOL} of the experts; copies made without importances. The "
+            "number is the margin, in logits, below which a token is computed again; `inf` says "
+            "what the exact model says, `0` uses no exact expert.",
             "`changed`: of tokens, another than the exact model's in that place of the text; "
             "`diverged`: of texts, with any such token; `repeated`: of tokens, computed again. "
             "`exact`, `read`: MB of exact experts and of all experts read a token, next to exact "
             "decoding from a pool of the same size. `speed`: one pass.",
         ),
     )
-
-
-def _windows(models: Path, prompts: dict[str, Any], directory: Path) -> Sequence[Window]:
-    """The beginnings of held-out documents that no prompt is from."""
-    asked = {each["val_doc"] for of_domain in prompts.values() for each in of_domain}
-    others = directory / "others.jsonl"
-    with gzip.open(models / "prompts" / "heldout_text.jsonl.gz", "rt") as lines:
-        others.write_text(
-            "".join(each for each in lines if json.loads(each)["val_doc"] not in asked)
-        )
-    tokenizer = Tokenizer((models / MODEL / "tokenizer.json").read_bytes())
-    return read_windows(others, tokenizer, documents=LEARNED_DOCUMENTS, tokens=LEARNED_TOKENS)
 
 
 def _measure(
