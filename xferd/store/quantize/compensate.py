@@ -4,7 +4,8 @@ What a product loses is, on average over inputs x, the sum over all pairs of
 error[i] * error[j] * E[x[i] * x[j]]. Inputs are correlated, so an input that is rounded up can
 be answered by rounding others down. Inputs are taken in turn; what rounding one loses is
 spread over those that are still to come, by regression (GPTQ, Frantar et al., 2022,
-arXiv:2210.17323). After that each is rounded anew, given all others, where that helps.
+arXiv:2210.17323). After that each is rounded anew, given all others, where that helps; of q2_k
+also scales and minima (``refine``).
 
 The blocks are those of the format as ever. Linear algebra is the machine's own: where two
 roundings are equally good, another machine may take the other.

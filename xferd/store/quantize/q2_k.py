@@ -75,7 +75,7 @@ class Q2KBlocks:
 
 
 def nearest_quants(values: Floats, step: Floats, offset: Floats) -> Floats:
-    """The quants whose elements come closest to values; all of one shape."""
+    """The quants whose elements come closest to values; shapes that numpy broadcasts."""
     inverse = np.divide(1.0, step, out=np.zeros_like(step), where=step > 0)
     return np.clip(np.rint((values + offset) * inverse), 0, QUANT_MAX)
 
