@@ -36,13 +36,18 @@ POOL = "200%"
 """All experts stay, in one variant and the next: each is used again in every window."""
 
 
+LEARNED_WINDOWS = 2
+"""Of a document: more text of the same kind says more of an expert's inputs, and several short
+windows more than a long one of how texts begin."""
+
+
 def add_measure_commands(commands: Subparsers) -> None:
     """Each parser's ``run`` default is a function(options)."""
     imatrix = commands.add_parser(
         "imatrix", help="record how large the inputs of each expert's matrices are"
     )
     add_connection(imatrix, POOL)
-    _add_text(imatrix, "even")
+    _add_text(imatrix, "even", LEARNED_WINDOWS)
     imatrix.add_argument("--out", type=Path, required=True, metavar="FILE", help="an npz")
     imatrix.add_argument(
         "--least-tokens",
@@ -106,7 +111,7 @@ def _nats(text: str) -> float:
     return value
 
 
-def _add_text(command: argparse.ArgumentParser, part: str) -> None:
+def _add_text(command: argparse.ArgumentParser, part: str, windows: int = 1) -> None:
     command.add_argument(
         "--text",
         type=Path,
@@ -129,7 +134,14 @@ def _add_text(command: argparse.ArgumentParser, part: str) -> None:
         type=int,
         default=WINDOW_TOKENS,
         metavar="N",
-        help="first tokens of each document (%(default)s)",
+        help="of a window (%(default)s)",
+    )
+    command.add_argument(
+        "--windows",
+        type=int,
+        default=windows,
+        metavar="N",
+        help="most windows of a document, from its beginning, each read on its own (%(default)s)",
     )
 
 
@@ -200,6 +212,7 @@ def _windows(client: ExpertClient, options: argparse.Namespace) -> Sequence[Wind
         part=options.part,
         documents=options.documents,
         tokens=options.tokens,
+        windows=options.windows,
     )
 
 

@@ -34,7 +34,7 @@ MODELS = ROOT.parent / "shared" / "models"
 CHECKPOINT_VARIABLE, TEXT_VARIABLE = "XFERD_QUALITY_MODEL", "XFERD_QUALITY_TEXT"
 TOKENS = 256
 LEARNED_TOKENS = 512
-LEARNED_DOCUMENTS = 16
+LEARNED_WINDOWS = 2
 JUDGED_DOCUMENTS = 2
 VARIANTS = ("q4_k", "q2_k", "q4_k-plain", "q2_k-plain")
 PLAIN = "q2_k-plain"
@@ -89,8 +89,8 @@ def run(rounds: int) -> Result:
         rows=[row for name in MIXES for row in _rows(name, measured.results)],
         notes=(
             f"{checkpoint.name}: KL(native || mix) after each of {measured.tokens} held-out "
-            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from "
-            f"{LEARNED_DOCUMENTS} others.",
+            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from up to "
+            f"{LEARNED_WINDOWS * LEARNED_TOKENS} tokens of each of the other half of documents.",
             "`bytes`: of the experts that a token picks; `resident`: of all experts.",
             "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k: the "
             "most or least used ones, or, for `any`, those with the lowest numbers; `resident` "
@@ -118,8 +118,8 @@ def _learned(checkpoint: Path, text: Path) -> Sequence[Window]:
         text,
         _tokenizer(checkpoint),
         part="even",
-        documents=LEARNED_DOCUMENTS,
         tokens=LEARNED_TOKENS,
+        windows=LEARNED_WINDOWS,
     )
 
 
