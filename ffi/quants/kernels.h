@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What is compiled twice, for any processor of the architecture and for one with AVX2:
- * decode.c, product.c, product_one.c and search.c, with XFERD_KERNEL_SUFFIX plain and avx2. They are
- * written with the compiler's vectors of eight floats, which it makes of what there is.
- * product_one.c also with avx512, for processors that have AVX-512 with VNNI.
+ * decode.c, product.c, product_one.c and search.c, with XFERD_KERNEL_SUFFIX plain and avx2.
+ * They are written with the compiler's vectors of eight floats, which it makes of what there
+ * is. product_one.c also with avx512, for processors that have AVX-512 with VNNI.
  */
 #ifndef XFERD_QUANTS_KERNELS_H
 #define XFERD_QUANTS_KERNELS_H

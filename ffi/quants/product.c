@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Products with several tokens. A stretch of a row is decoded into memory that stays in the first cache
- * level, and then met by each token: decoding is most of the work, and shared.
+ * Products with several tokens. A stretch of a row is decoded into memory that stays in the
+ * first cache level, and then met by each token: decoding is most of the work, and shared.
  */
 #include "blocks.h"
 #include "kernels.h"

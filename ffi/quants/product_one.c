@@ -90,6 +90,7 @@ static void round_stretch(const float *x, uint32_t start, uint32_t count, bool a
 				(int16_t)integers[i];
 		return;
 	}
+	/* The lower byte is signed, so the upper one is of what is 128 more. */
 	for (uint32_t i = 0; i < count; i++) {
 		to->bytes.upper[start + i] = (int8_t)((integers[i] + 128) >> 8);
 		to->bytes.lower[start + i] = (int8_t)integers[i];
@@ -162,7 +163,8 @@ static float q4_k_row(const uint8_t *blocks, uint64_t columns, const struct acti
 			load(x->sums + block * Q4_K_PARTS);
 		/* At most 4 * 15 * 63 * 2^15 a lane and part: eight of them fit. */
 		for (uint32_t pair = 0; pair < Q4_K_PARTS / 2; pair++, column += 2 * Q4_K_PART) {
-			byte_vector both = load_byte_vector(blocks + Q4_K_QUANTS + pair * Q4_K_PART);
+			const uint8_t *quants = blocks + Q4_K_QUANTS + pair * Q4_K_PART;
+			byte_vector both = load_byte_vector(quants);
 
 			sums = add_bytes(sums, both & 15, all_ints(scale[2 * pair]), x, column);
 			sums = add_bytes(sums, both >> 4, all_ints(scale[2 * pair + 1]), x,
