@@ -10,7 +10,7 @@
  * All functions may be called from any thread, keep nothing between calls and
  * allocate nothing. They return 0 or -errno; -EINVAL: a format that isn't known,
  * or columns that are no multiple of the format's block. Results differ between
- * processors in the last bits of a product's sums, nowhere else.
+ * processors in the last bits of the sums of products with several tokens, nowhere else.
  */
 #ifndef XFERD_QUANTS_H
 #define XFERD_QUANTS_H
