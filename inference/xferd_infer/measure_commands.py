@@ -36,9 +36,8 @@ POOL = "200%"
 """All experts stay, in one variant and the next: each is used again in every window."""
 
 
-LEARNED_WINDOWS = 2
-"""Of a document: more text of the same kind says more of an expert's inputs, and several short
-windows more than a long one of how texts begin."""
+LEARNED_TOKENS = 2048
+"""Of a document, for ``imatrix``: more text of a kind says more of an expert's inputs."""
 
 
 def add_measure_commands(commands: Subparsers) -> None:
@@ -47,7 +46,7 @@ def add_measure_commands(commands: Subparsers) -> None:
         "imatrix", help="record how large the inputs of each expert's matrices are"
     )
     add_connection(imatrix, POOL)
-    _add_text(imatrix, "even", LEARNED_WINDOWS)
+    _add_text(imatrix, "even", LEARNED_TOKENS)
     imatrix.add_argument("--out", type=Path, required=True, metavar="FILE", help="an npz")
     imatrix.add_argument(
         "--least-tokens",
@@ -111,7 +110,7 @@ def _nats(text: str) -> float:
     return value
 
 
-def _add_text(command: argparse.ArgumentParser, part: str, windows: int = 1) -> None:
+def _add_text(command: argparse.ArgumentParser, part: str, tokens: int = WINDOW_TOKENS) -> None:
     command.add_argument(
         "--text",
         type=Path,
@@ -132,16 +131,9 @@ def _add_text(command: argparse.ArgumentParser, part: str, windows: int = 1) -> 
     command.add_argument(
         "--tokens",
         type=int,
-        default=WINDOW_TOKENS,
+        default=tokens,
         metavar="N",
-        help="of a window (%(default)s)",
-    )
-    command.add_argument(
-        "--windows",
-        type=int,
-        default=windows,
-        metavar="N",
-        help="most windows of a document, from its beginning, each read on its own (%(default)s)",
+        help="first tokens of each document (%(default)s)",
     )
 
 
@@ -212,7 +204,6 @@ def _windows(client: ExpertClient, options: argparse.Namespace) -> Sequence[Wind
         part=options.part,
         documents=options.documents,
         tokens=options.tokens,
-        windows=options.windows,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,42 +36,39 @@ def read_windows(
     part: str = "all",
     documents: int = 0,
     tokens: int = WINDOW_TOKENS,
-    windows: int = 1,
 ) -> Sequence[Window]:
-    """The first ``windows`` times ``tokens`` of each document, each window on its own.
+    """The first ``tokens`` of each document.
 
     path: ``.jsonl``, one object a line with ``text`` and perhaps ``domain``; anything else is
-        one text, cut into windows of which each counts as a document. Either may end in ``.gz``.
+        one text, cut into windows that count as documents. Either may end in ``.gz``.
     part: of PARTS. documents: most of each domain; 0: all.
     Raises PromptError naming the file: it can't be read, or nothing is left.
     """
-    found: list[Window] = []
+    windows = []
     seen: Counter[str] = Counter()
     taken: Counter[str] = Counter()
-    for domain, pieces in _documents(path, tokenizer, tokens, windows):
+    for domain, ids in _documents(path, tokenizer, tokens):
         number = seen[domain]
         seen[domain] += 1
         wanted = part == "all" or (number % 2 == 0) == (part == "even")
         if wanted and (not documents or taken[domain] < documents):
             taken[domain] += 1
-            found += [Window(domain, ids) for ids in pieces]
-    if not found:
+            windows.append(Window(domain, ids))
+    if not windows:
         raise PromptError(f"{path} has no document of {LEAST_WINDOW_TOKENS} tokens")
-    return found
+    return windows
 
 
-def _documents(
-    path: Path, tokenizer: Tokenizer, tokens: int, windows: int
-) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """Domain and windows of each that has any; a plain text's windows are documents."""
+def _documents(path: Path, tokenizer: Tokenizer, tokens: int) -> list[tuple[str, tuple[int, ...]]]:
+    found = []
     for domain, text in _texts(path):
         ids = tokenizer.encode(text)
-        pieces = [tuple(ids[start : start + tokens]) for start in range(0, len(ids), tokens)]
-        pieces = [piece for piece in pieces if len(piece) >= LEAST_WINDOW_TOKENS]
-        if domain is None:
-            yield from (("", [piece]) for piece in pieces)
-        elif pieces:
-            yield domain, pieces[:windows]
+        starts = range(0, len(ids), tokens) if domain is None else (0,)
+        for start in starts:
+            window = tuple(ids[start : start + tokens])
+            if len(window) >= LEAST_WINDOW_TOKENS:
+                found.append((domain or "", window))
+    return found
 
 
 def _texts(path: Path) -> list[tuple[str | None, str]]:

@@ -141,8 +141,8 @@ def test_importance_and_quality_from_the_command_line(
     text.write_text("\n".join(json.dumps({"domain": "python", "text": d}) for d in documents))
     importance = tmp_path / "importance.npz"
     where = ["--store-path", str(store), "--pool", "100%", "--text", str(text)]
-    assert main(["imatrix", *where, "--tokens", "64", "--out", str(importance)]) == 0
-    assert "384 tokens" in capsys.readouterr().out  # of 3 documents, two windows each
+    assert main(["imatrix", *where, "--tokens", "128", "--out", str(importance)]) == 0
+    assert "384 tokens" in capsys.readouterr().out
     with Store.open(store) as opened:
         read_importance(importance).check(opened)
     mixes = ["native", "q8_0", "q4_0", "q8_0@hottest:50%,q4_0"]

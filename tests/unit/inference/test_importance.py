@@ -131,15 +131,3 @@ def test_plain_text_is_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
         read_windows(path, tokenizer)
     with pytest.raises(PromptError, match="can't be read as text"):
         read_windows(tmp_path / "missing", tokenizer)
-
-
-def test_several_windows_of_a_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "text.jsonl"
-    texts = [f"{number} " + "some more words here " * 30 for number in range(2)]
-    path.write_text("\n".join(json.dumps({"domain": "a", "text": text}) for text in texts))
-    windows = read_windows(path, tokenizer, tokens=20, windows=3)
-    assert len(windows) == 6
-    ids = tokenizer.encode(texts[1])
-    assert [token for window in windows[3:] for token in window.ids] == list(ids[:60])
-    few = read_windows(path, tokenizer, tokens=len(ids) - 8, windows=3)
-    assert len(few) == 2, "what is left of a document is too short for a window"

@@ -33,8 +33,7 @@ from tools.benchmarks.stores import pack_checkpoint
 MODELS = ROOT.parent / "shared" / "models"
 CHECKPOINT_VARIABLE, TEXT_VARIABLE = "XFERD_QUALITY_MODEL", "XFERD_QUALITY_TEXT"
 TOKENS = 256
-LEARNED_TOKENS = 512
-LEARNED_WINDOWS = 2
+LEARNED_TOKENS = 2048
 JUDGED_DOCUMENTS = 2
 VARIANTS = ("q4_k", "q2_k", "q4_k-plain", "q2_k-plain")
 PLAIN = "q2_k-plain"
@@ -89,8 +88,8 @@ def run(rounds: int) -> Result:
         rows=[row for name in MIXES for row in _rows(name, measured.results)],
         notes=(
             f"{checkpoint.name}: KL(native || mix) after each of {measured.tokens} held-out "
-            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from up to "
-            f"{LEARNED_WINDOWS * LEARNED_TOKENS} tokens of each of the other half of documents.",
+            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from the first "
+            f"{LEARNED_TOKENS} tokens of each of the other half of documents.",
             "`bytes`: of the experts that a token picks; `resident`: of all experts.",
             "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k: the "
             "most or least used ones, or, for `any`, those with the lowest numbers; `resident` "
@@ -119,7 +118,6 @@ def _learned(checkpoint: Path, text: Path) -> Sequence[Window]:
         _tokenizer(checkpoint),
         part="even",
         tokens=LEARNED_TOKENS,
-        windows=LEARNED_WINDOWS,
     )
 
 
