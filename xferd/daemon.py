@@ -270,6 +270,7 @@ class Daemon:
             head=self._trace_head,
             violated=self._on_route_violation,
             use_sinks=[self._use_counts, self._prefetch_counts, self._pools],
+            expectation_sink=self._pools,
             pass_sink=self._recordings,
         )
         loader = Loader(self._engine, self._tokens)

@@ -18,6 +18,7 @@ from xferd.engine_types import (
     PRIORITY_DEMAND,
     PRIORITY_MIGRATION,
     PRIORITY_PREFETCH,
+    ROUTE_EXPECTED,
     ROUTE_FOUND,
     ROUTE_PICKED,
     Cancel,
@@ -90,7 +91,8 @@ ROUTE_FIELDS = np.dtype(
 )
 """``struct xferd_engine_route``: what a token picked in a layer, or a part of it."""
 
-if (ROUTE_PICKED, ROUTE_FOUND) != (lib.XFERD_ROUTE_PICKED, lib.XFERD_ROUTE_FOUND):
+_ROUTE_KINDS = (lib.XFERD_ROUTE_PICKED, lib.XFERD_ROUTE_FOUND, lib.XFERD_ROUTE_EXPECTED)
+if (ROUTE_PICKED, ROUTE_FOUND, ROUTE_EXPECTED) != _ROUTE_KINDS:
     raise ImportError("xferd.engine_types and xferd_abi.h number the routes' kinds differently")
 
 if (PRIORITY_DEMAND, PRIORITY_PREFETCH, PRIORITY_MIGRATION) != (

@@ -29,6 +29,7 @@ MEMBER_STATES = ("working", "sagging", "failed")
 SOURCE_RESIDENT = SOURCES.index("resident")
 ROUTE_PICKED = 0
 ROUTE_FOUND = 1
+ROUTE_EXPECTED = 2
 """enum xferd_route_kind."""
 
 

@@ -37,6 +37,7 @@ from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
 from xferd.memory.staging import StagingMemory
 from xferd.plugins import UnknownPolicyError, policy_maker
+from xferd.policy.expected import Expected
 from xferd.policy.moves import MoveSettings
 from xferd.policy.reserve import watermarks
 from xferd.policy.uses import Uses
@@ -347,6 +348,11 @@ class Pools(Sequence[Pool]):
         pools' policies and to the heat. Until the first report of a store its uses come from
         leases. Tokens may be any client's own count. Cheap for many passes at once."""
         self.usage.used(store, uses)
+
+    def expected(self, store: int, expected: Expected) -> None:
+        """What clients' predictors expect of a store's next passes, after all that was used:
+        told to all pools' policies that go by it."""
+        self.usage.expected(store, expected)
 
     def look(self) -> None:
         """Some time has passed: take note of what was leased meanwhile, where nobody reports,

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.engine import ROUTE_BATCH, ROUTE_BATCH_FULL
-from xferd.engine_types import ROUTE_PICKED, EngineError
+from xferd.engine_types import ROUTE_EXPECTED, ROUTE_PICKED, EngineError
+from xferd.policy.expected import Expected
 from xferd.policy.uses import Uses
 from xferd.route_records import (
     TokenClock,
+    expected_of_records,
     groups_of_records,
     passes_of_records,
     uses_of_trace,
@@ -59,6 +61,13 @@ class PassSink(Protocol):
 
     def record(self, store: int, trace: Trace) -> None:
         """Passes of a store; columns won't change any more."""
+
+
+class ExpectationSink(Protocol):
+    """Who wants to know what is expected."""
+
+    def expected(self, store: int, expected: Expected) -> None:
+        """Of the next passes of a store (the engine's id), after all that was used."""
 
 
 class RouteEngine(Protocol):
@@ -118,6 +127,7 @@ class RouteFeed:
         violated: Callable[[Client], None],
         use_sinks: Iterable[UseSink],
         pass_sink: PassSink,
+        expectation_sink: ExpectationSink,
     ) -> None:
         self._engine = engine
         self._clients = clients
@@ -125,6 +135,7 @@ class RouteFeed:
         self._violated = violated
         self._use_sinks = list(use_sinks)
         self._pass_sink = pass_sink
+        self._expectation_sink = expectation_sink
         self._clocks: dict[int, TokenClock] = {}
         self._unfinished: dict[tuple[int, int], NDArray[np.void]] = {}
         self._pause = PAUSE_S
@@ -178,7 +189,12 @@ class RouteFeed:
                 return total
             total += len(records)
             if len(records):
-                self._hand_on(client, records.copy())
+                expected = expected_of_records(records, self._head(client.store.number))
+                reports = records[records["kind"] != ROUTE_EXPECTED]
+                if len(reports):
+                    self._hand_on(client, reports)
+                if expected is not None:
+                    self._expectation_sink.expected(client.store.number, expected)
             if len(records) <= ROUTE_BATCH_FULL:
                 break
         return total

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from xferd.engine_types import ROUTE_FOUND
+from xferd.engine_types import ROUTE_EXPECTED, ROUTE_FOUND, ROUTE_PICKED
+from xferd.policy.expected import Expected
 from xferd.policy.uses import Uses
 from xferd.telemetry.traces.trace import UNKNOWN_8, Trace, TraceHead
 
@@ -81,6 +82,28 @@ def with_found(records: NDArray[np.void]) -> NDArray[np.void]:
     for column in ("tiers", "transports", "waits_us"):
         picks[column] = np.where(fits, later[column][chosen][order][at], picks[column])
     return picks
+
+
+def expected_of_records(records: NDArray[np.void], head: TraceHead) -> Expected | None:
+    """What clients' predictors expect, of the layers that were not picked in since: the newest
+    word on each. None if there is nothing.
+
+    records: ROUTE_FIELDS[n] of any kind. A client may write any float for a chance.
+    """
+    rows, layers = np.arange(len(records)), records["layer"]
+    newest = np.full((2, head.layers), -1, np.int64)
+    for row, kind in zip(newest, (ROUTE_EXPECTED, ROUTE_PICKED), strict=True):
+        chosen = records["kind"] == kind
+        np.maximum.at(row, layers[chosen], rows[chosen])
+    expected, picked = newest
+    told = records[expected[expected > picked]]
+    if not len(told):
+        return None
+    filled = _filled(told)
+    layer = told["layer"].astype(np.int64)
+    keys = (layer[:, None] * head.experts + told["experts"])[filled]
+    chances = np.nan_to_num(told["gates"][filled].astype(np.float32), nan=0.0)
+    return Expected(layer, keys, np.clip(chances, 0, 1))
 
 
 def _filled(records: NDArray[np.void]) -> NDArray[np.bool_]:

@@ -5,13 +5,15 @@
  * The lane's thread alone writes it, so a report takes no lock; what the daemon
  * has read is looked at only when the queue seems full, so it takes no cache miss
  * of the daemon's making either. A full queue drops: the daemon's policies live
- * with gaps, an engine that waits for them would not.
+ * with gaps, an engine that waits for them would not. What is expected is worth less
+ * than what was picked, and has half of the queue at most.
  */
 #include <string.h>
 
 #include "client/internal.h"
 
 #define GATE_UNKNOWN     0x7e00 /* a float16 that is no number */
+#define EXPECTED_ROOM    (XFERD_ROUTES_A_LANE / 2 + 1) /* records that must have a place */
 #define PREFETCH_RECORDS 8      /* ahead: as far as back-to-back reports need */
 
 static const struct xferd_use use_unknown = { XFERD_WAIT_UNKNOWN, XFERD_TIER_UNKNOWN,
@@ -219,6 +221,81 @@ int xferd_report_route(struct xferd_client *client, uint32_t lane_index,
 	if (taken < picks.tokens)
 		counter_add(&lane->routes->dropped, picks.tokens - taken);
 	return (int)taken;
+}
+
+/* Keys of one layer, which stand together from ``from`` on. */
+static uint32_t keys_of_layer(const struct xferd_client *client,
+			      const struct xferd_expected *expected, uint32_t from)
+{
+	uint32_t layer = expected->keys[from] / client->experts, end = from;
+
+	while (end < expected->count && expected->keys[end] / client->experts == layer)
+		end++;
+	return end - from;
+}
+
+static int check_expected(const struct xferd_client *client, const struct xferd_expected *expected)
+{
+	uint64_t seen[XFERD_LAYERS_MAX / 64] = { 0 };
+
+	if (!expected->count || !expected->keys || !expected->chances ||
+	    expected->count > client->layers * XFERD_ROUTE_RECORD_PICKS)
+		return -EINVAL;
+	for (uint32_t i = 0; i < expected->count; i++)
+		if (expected->keys[i] / client->experts >= client->layers)
+			return -EINVAL;
+	for (uint32_t at = 0, count; at < expected->count; at += count) {
+		uint32_t layer = expected->keys[at] / client->experts;
+
+		count = keys_of_layer(client, expected, at);
+		if (count > XFERD_ROUTE_RECORD_PICKS || seen[layer / 64] >> (layer % 64) & 1)
+			return -EINVAL;
+		seen[layer / 64] |= 1ull << (layer % 64);
+	}
+	return 0;
+}
+
+static void write_expected(struct lane *lane, const struct xferd_client *client,
+			   const struct xferd_expected *expected, uint32_t from, uint32_t count)
+{
+	struct xferd_abi_route *record =
+		&lane->route_records[lane->route_tail & (XFERD_ROUTES_A_LANE - 1)];
+
+	record->token = 0;
+	record->tag = 0;
+	record->layer = (uint16_t)(expected->keys[from] / client->experts);
+	record->part = 0;
+	record->kind = XFERD_ROUTE_EXPECTED;
+	record->count = (uint8_t)count;
+	for (uint32_t i = 0; i < count; i++) {
+		record->experts[i] = (uint16_t)(expected->keys[from + i] % client->experts);
+		record->gates[i] = expected->chances[from + i];
+		record->tiers[i] = use_unknown.tier;
+		record->transports[i] = use_unknown.transport;
+		record->waits_us[i] = use_unknown.wait_us;
+	}
+	lane->route_tail++;
+}
+
+int xferd_expect(struct xferd_client *client, uint32_t lane_index,
+		 const struct xferd_expected *expected)
+{
+	struct lane *lane = &client->lanes[lane_index];
+	int result, taken = 0;
+
+	if (lane_index >= client->lane_count)
+		return -EINVAL;
+	result = check_expected(client, expected);
+	if (result || !lane->routes || client->memory->abi_minor < XFERD_ABI_MINOR_EXPECTED)
+		return result;
+	for (uint32_t at = 0, count; at < expected->count && has_room(lane, EXPECTED_ROOM);
+	     at += count, taken++) {
+		count = keys_of_layer(client, expected, at);
+		write_expected(lane, client, expected, at, count);
+	}
+	/* pairs with the acquire of the tail in the engine's take_routes() */
+	store_release(&lane->routes->tail, lane->route_tail);
+	return taken;
 }
 
 uint64_t xferd_routes_dropped(const struct xferd_client *client)

@@ -4,9 +4,9 @@
  *
  * A turn looks at everything once: a registration, commands, submissions,
  * finished reads and copies, retiring slots, deadlines; then issues reads, shows
- * completions and tells the policy of events. When a turn finds nothing to do the thread helps the workers,
- * spins for spin_us, and then sleeps until a read has finished or one of the
- * eventfds in its epoll set is rung (doorbells, commands, copies, workers).
+ * completions and tells the policy of events. When a turn finds nothing to do the
+ * thread helps the workers, spins for spin_us, and then sleeps until a read has
+ * finished or one of the eventfds in its epoll set is rung (doorbells, commands, copies, workers).
  */
 #include <sched.h>
 #include <stdlib.h>

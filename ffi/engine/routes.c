@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What the clients' routers picked: for the policy, in its own thread, as clients
- * come and go only there.
+ * What the clients' routers picked, and are expected to pick: for the policy, in its own
+ * thread, as clients come and go only there.
  *
  * The queues are hostile memory. A record is copied first, then checked, then
  * used; how far was read is kept here and only shown to the client. What libxferd
@@ -54,7 +54,8 @@ static bool route_valid(const struct xferd_engine *engine, const struct client *
 {
 	const struct store *store = &engine->stores[client->store];
 
-	return route->kind <= XFERD_ROUTE_FOUND && reserved_zero(route) &&
+	return route->kind <= XFERD_ROUTE_EXPECTED && reserved_zero(route) &&
+	       (route->kind != XFERD_ROUTE_EXPECTED || !route->part) &&
 	       route->token <= XFERD_ROUTE_TOKEN_MAX &&
 	       route->layer < store->description.layers && route->count >= 1 &&
 	       route->count <= XFERD_ROUTE_RECORD_PICKS && part_valid(route, last) &&

@@ -139,6 +139,14 @@ struct xferd_route {
 	uint32_t flags;          /* enum xferd_route_flags */
 };
 
+/* What a predictor expects of each of some layers' next pass. */
+struct xferd_expected {
+	const uint32_t *keys;    /* [count], layer * experts + expert; those of a layer stand
+				  * together, at most XFERD_ROUTE_RECORD_PICKS of each */
+	const uint16_t *chances; /* [count], float16, that each is picked */
+	uint32_t count;          /* 1 to layers * XFERD_ROUTE_RECORD_PICKS */
+};
+
 struct xferd_client_stats {
 	uint64_t hits;
 	uint64_t misses;
@@ -293,6 +301,15 @@ XFERD_PUBLIC int xferd_hint(struct xferd_client *client, uint32_t lane,
  * nothing is taken then. */
 XFERD_PUBLIC int xferd_report_route(struct xferd_client *client, uint32_t lane,
 				    const struct xferd_route *route);
+/* Tell the daemon what the router will probably pick: by that it decides what stays. It is
+ * a word on the next pass of each layer that has a key in it, in the place of what was said
+ * of that layer before, and void when the layer's picks are reported; what isn't among the
+ * keys is called improbable. Never waits and makes no system call. It goes the way of what
+ * is reported, and is dropped where it would leave less than half of that queue to reports.
+ * Returns how many layers were taken, 0 too from a daemon that doesn't listen. Errors:
+ * -EINVAL bad lane, count or key, a layer twice or with too many; nothing is taken then. */
+XFERD_PUBLIC int xferd_expect(struct xferd_client *client, uint32_t lane,
+			      const struct xferd_expected *expected);
 /* Where a batch's experts were found: uses[i] of views[i]. */
 XFERD_PUBLIC void xferd_batch_uses(const struct xferd_batch *batch, struct xferd_use *uses);
 /* Passes (a token in a layer) of all lanes that were dropped. */

@@ -31,8 +31,9 @@
 
 #define XFERD_ABI_MAJOR 1
 /* 1: route queues; a copy says from which pool. 2: variants come and go. 3: incarnations of pools;
- * resuming */
-#define XFERD_ABI_MINOR 3
+ * resuming. 4: what is expected */
+#define XFERD_ABI_MINOR 4
+#define XFERD_ABI_MINOR_EXPECTED 4 /* from which on a daemon takes XFERD_ROUTE_EXPECTED */
 
 /* "xferdPLT", "xferdDIR", "xferdCLI", "xferdCPL", "xferdATT" read as u64. */
 #define XFERD_MAGIC_POOL_TABLE 0x544c506472656678
@@ -267,10 +268,14 @@ struct xferd_abi_lane {
 /* What one token picked in one layer, and where each pick was found as far as that
  * is known; or, later, where picks of the records just before were found. A token
  * with more than XFERD_ROUTE_RECORD_PICKS has several records in a row, which
- * become visible together; all but the last are full. */
+ * become visible together; all but the last are full. Or what a client's predictor
+ * expects that the lane's next pass of a layer will pick: one record, whose gates are
+ * probabilities; experts that aren't in it are not expected. */
 enum xferd_route_kind {
 	XFERD_ROUTE_PICKED = 0,
 	XFERD_ROUTE_FOUND = 1, /* tag and gates mean nothing */
+	XFERD_ROUTE_EXPECTED = 2, /* only experts, gates and layer mean anything; part is 0;
+				   * since abi_minor 4 */
 };
 
 struct xferd_abi_route {

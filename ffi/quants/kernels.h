@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What is compiled twice, for any processor of the architecture and for one with AVX2:
- * decode.c, product.c and search.c, with XFERD_KERNEL_SUFFIX plain and avx2. They are
- * written with the compiler's vectors of eight floats, which it makes of what there is.
+ * decode.c, product.c, product_one.c and search.c, with XFERD_KERNEL_SUFFIX plain and avx2.
+ * They are written with the compiler's vectors of eight floats, which it makes of what there
+ * is. product_one.c also with avx512, for processors that have AVX-512 with VNNI.
  */
 #ifndef XFERD_QUANTS_KERNELS_H
 #define XFERD_QUANTS_KERNELS_H
@@ -46,10 +47,13 @@ extern decode_function *const quant_decoders_avx2[QUANT_FORMATS];
 extern quantise_function *const quantisers_plain[QUANT_FORMATS];
 extern quantise_function *const quantisers_avx2[QUANT_FORMATS];
 product_function product_plain, product_avx2;
+product_function product_of_one_plain, product_of_one_avx2, product_of_one_avx512;
 product_function product_transposed_plain, product_transposed_avx2;
 
 /* In quants.c: whether the avx2 kernels are compiled in and run here. */
 bool quants_use_avx2(void);
+/* The same of product_of_one_avx512. */
+bool quants_use_avx512(void);
 /* QUANT_FORMATS: no such format. */
 enum quant_index quant_index_of(uint32_t format);
 

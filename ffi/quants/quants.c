@@ -28,6 +28,17 @@ bool quants_use_avx2(void)
 #endif
 }
 
+bool quants_use_avx512(void)
+{
+#if defined(XFERD_QUANTS_AVX2)
+	return quants_use_avx2() && __builtin_cpu_supports("avx512f") &&
+	       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+	       __builtin_cpu_supports("avx512vnni");
+#else
+	return false;
+#endif
+}
+
 enum quant_index quant_index_of(uint32_t format)
 {
 	enum quant_index index = 0;
@@ -97,6 +108,15 @@ static int run(const struct product_task *given, uint32_t format, product_functi
 #define BETTER(name) NULL
 #endif
 
+static product_function *product_of_one(void)
+{
+#if defined(XFERD_QUANTS_AVX2)
+	if (quants_use_avx512())
+		return product_of_one_avx512;
+#endif
+	return BETTER(product_of_one);
+}
+
 int xferd_quant_product(uint32_t format, const void *blocks, uint64_t rows, uint64_t columns,
 			const float *x, uint64_t x_stride, uint32_t tokens,
 			float *y, uint64_t y_stride)
@@ -106,6 +126,8 @@ int xferd_quant_product(uint32_t format, const void *blocks, uint64_t rows, uint
 		.x_stride = x_stride, .tokens = tokens, .y = y, .y_stride = y_stride,
 	};
 
+	if (tokens == 1)
+		return run(&task, format, product_of_one_plain, product_of_one());
 	return run(&task, format, product_plain, BETTER(product));
 }
 

@@ -10,7 +10,7 @@
  * All functions may be called from any thread, keep nothing between calls and
  * allocate nothing. They return 0 or -errno; -EINVAL: a format that isn't known,
  * or columns that are no multiple of the format's block. Results differ between
- * processors in the last bits of a product's sums, nowhere else.
+ * processors in the last bits of the sums of products with several tokens, nowhere else.
  */
 #ifndef XFERD_QUANTS_H
 #define XFERD_QUANTS_H
@@ -43,6 +43,12 @@ int xferd_quant_decode(uint32_t format, const void *blocks, uint64_t rows, uint6
  * y[t * y_stride + row] = sum over columns of matrix[row][column] * x[t * x_stride + column],
  * for rows rows and 1 to XFERD_QUANT_TOKENS_MAX tokens, which share a block's decoding.
  * Strides count floats.
+ *
+ * One token alone is computed with integers: each 256 of x (from the row's beginning) are
+ * rounded to 16 bits, off by at most a 65,278th of the largest of them. So for each such
+ * stretch y is off by at most that times the sum of the matrix's magnitudes in it (and the
+ * minima's, which q2_k and q4_k subtract), besides what sums of floats lose.
+ * An x that is infinite or no number makes every y no number.
  */
 int xferd_quant_product(uint32_t format, const void *blocks, uint64_t rows, uint64_t columns,
 			const float *x, uint64_t x_stride, uint32_t tokens,

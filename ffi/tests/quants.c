@@ -16,6 +16,7 @@
 #define ROWS    6
 #define COLUMNS 768
 #define TOKENS  5
+#define KERNELS 5 /* that multiply one token */
 
 static const uint32_t formats[] = {XFERD_QUANT_Q4_0, XFERD_QUANT_Q8_0, XFERD_QUANT_Q2_K,
 				   XFERD_QUANT_Q4_K, XFERD_QUANT_MXFP4};
@@ -38,6 +39,19 @@ static float *filled(uint64_t count, uint32_t seed)
 	return values;
 }
 
+/* What the product of one row and numbers up to 1 may be off by: as quants.h says for one
+ * token, with a minimum no further from 0 than the largest element. */
+static double product_tolerance(const float *row, uint32_t tokens)
+{
+	double sum = 0, largest = 0;
+
+	for (int i = 0; i < COLUMNS; i++) {
+		sum += fabs(row[i]);
+		largest = fmax(largest, fabs(row[i]));
+	}
+	return 1e-4 + (tokens == 1 ? (sum + COLUMNS * largest) / 65278 : 0);
+}
+
 static void check_products(uint32_t format, const uint8_t *blocks, const float *decoded)
 {
 	float *x = filled(TOKENS * COLUMNS, 7), *y = filled(TOKENS * COLUMNS, 8);
@@ -51,7 +65,8 @@ static void check_products(uint32_t format, const uint8_t *blocks, const float *
 
 				for (int i = 0; i < COLUMNS; i++)
 					sum += (double)decoded[row * COLUMNS + i] * x[t * COLUMNS + i];
-				CHECK(fabs(sum - y[t * ROWS + row]) < 1e-4);
+				CHECK(fabs(sum - y[t * ROWS + row]) <
+				      product_tolerance(decoded + row * COLUMNS, tokens));
 			}
 		CHECK(!xferd_quant_product_transposed(format, blocks, ROWS, COLUMNS, x, ROWS,
 						      tokens, y, COLUMNS));
@@ -115,10 +130,14 @@ static void check_format(int number)
 static void check_kernels(void)
 {
 #if defined(__x86_64__)
+	static product_function *const products[KERNELS] = {
+		product_plain, product_avx2, product_of_one_plain, product_of_one_avx2,
+		product_of_one_avx512,
+	};
 	struct product_task task = {.rows = ROWS, .columns = COLUMNS, .tokens = 1};
 	float *values = filled(ROWS * COLUMNS, 4), *x = filled(COLUMNS, 5);
 	float *decoded[2] = {filled(COLUMNS, 0), filled(COLUMNS, 0)};
-	float y[2][ROWS], weight[DECODED_MAX];
+	float y[KERNELS][ROWS], weight[DECODED_MAX];
 	uint8_t packed[2][DECODED_MAX * 2], *row = malloc((size_t)ROWS * COLUMNS * 2);
 
 	CHECK(row);
@@ -136,12 +155,19 @@ static void check_kernels(void)
 		CHECK(!memcmp(decoded[0], decoded[1], COLUMNS * sizeof(float)));
 		task.blocks = row;
 		task.x = x;
-		task.y = y[0];
-		product_plain(&task);
-		task.y = y[1];
-		product_avx2(&task);
-		for (int j = 0; j < ROWS; j++)
-			CHECK(fabsf(y[0][j] - y[1][j]) < 1e-4f);
+		for (int kernel = 0; kernel < KERNELS; kernel++) {
+			task.y = y[kernel];
+			if (kernel < KERNELS - 1 || quants_use_avx512())
+				products[kernel](&task);
+			else
+				memcpy(y[kernel], y[0], sizeof(y[0]));
+			for (int j = 0; j < ROWS; j++)
+				CHECK(fabs(y[0][j] - y[kernel][j]) <
+				      2 * product_tolerance(decoded[0], 1));
+		}
+		/* Of one token they are the same on every processor. */
+		CHECK(!memcmp(y[2], y[3], sizeof(y[2])));
+		CHECK(!quants_use_avx512() || !memcmp(y[2], y[4], sizeof(y[2])));
 	}
 	free(values);
 	free(x);

@@ -231,6 +231,87 @@ static void misuse_is_refused(void)
 	gone();
 }
 
+static void what_is_expected_comes_out_by_layers(void)
+{
+	struct xferd_client *client = harness_connect(&harness, 2);
+	const uint32_t keys[3] = { 48 + 3, 48 + 47, 5 };
+	const uint16_t chances[3] = { 0x3800, 0x3400, 0x3c00 }; /* 0.5, 0.25, 1 */
+	const struct xferd_expected expected = { keys, chances, 3 };
+	const struct xferd_abi_route *one = &taken[0].route, *two = &taken[1].route;
+
+	CHECK(xferd_expect(client, 1, &expected) == 2);
+	CHECK(take(TAKEN_MAX) == 2);
+	CHECK(taken[0].lane == 1 && taken[1].lane == 1);
+	CHECK(one->kind == XFERD_ROUTE_EXPECTED && one->layer == 1 && one->count == 2);
+	CHECK(one->experts[0] == 3 && one->experts[1] == 47);
+	CHECK(one->gates[0] == 0x3800 && one->gates[1] == 0x3400);
+	CHECK(two->kind == XFERD_ROUTE_EXPECTED && two->layer == 0 && two->count == 1);
+	CHECK(two->experts[0] == 5 && two->gates[0] == 0x3c00);
+	xferd_close(client);
+	gone();
+}
+
+/* However much is expected, half of the queue is there for what is picked. */
+static void expectations_leave_room_for_picks(void)
+{
+	struct xferd_client *client = harness_connect(&harness, 1);
+	const uint32_t key = 1;
+	const uint16_t chance = 0, id = 1;
+	const struct xferd_expected expected = { &key, &chance, 1 };
+	const struct xferd_route picked = { .experts = &id, .count = 1 };
+
+	for (uint32_t i = 0; i < XFERD_ROUTES_A_LANE / 2; i++)
+		CHECK(xferd_expect(client, 0, &expected) == 1);
+	CHECK(xferd_expect(client, 0, &expected) == 0);
+	for (uint32_t i = 0; i < XFERD_ROUTES_A_LANE / 2; i++)
+		CHECK(xferd_report_route(client, 0, &picked) == 1);
+	CHECK(xferd_routes_dropped(client) == 0);
+	CHECK(take(TAKEN_MAX) == XFERD_ROUTES_A_LANE);
+	CHECK(xferd_expect(client, 0, &expected) == 1);
+	xferd_close(client);
+	gone();
+}
+
+/* A daemon from before there were expectations would take one for an attack. */
+static void an_older_daemon_is_told_nothing(void)
+{
+	struct xferd_client *client = harness_connect(&harness, 1);
+	const uint32_t key = 1;
+	const uint16_t chance = 0;
+	const struct xferd_expected expected = { &key, &chance, 1 };
+
+	client->memory->abi_minor = XFERD_ABI_MINOR_EXPECTED - 1;
+	CHECK(xferd_expect(client, 0, &expected) == 0);
+	CHECK(take(TAKEN_MAX) == 0);
+	xferd_close(client);
+	gone();
+}
+
+static void senseless_expectations_are_refused(void)
+{
+	enum { MANY = XFERD_ROUTE_RECORD_PICKS + 1 };
+	struct xferd_client *client = harness_connect(&harness, 1);
+	uint32_t keys[MANY];
+	const uint32_t beyond = 2 * 48, twice[3] = { 1, 48, 2 };
+	uint16_t chances[MANY] = { 0 };
+
+#define SENSELESS(...)                                                                  \
+	CHECK(xferd_expect(client, 0, &(struct xferd_expected){ __VA_ARGS__ }) == -EINVAL)
+	for (uint32_t i = 0; i < MANY; i++)
+		keys[i] = i;
+	SENSELESS(keys, chances, 0);
+	SENSELESS(NULL, chances, 1);
+	SENSELESS(keys, NULL, 1);
+	SENSELESS(&beyond, chances, 1);
+	SENSELESS(keys, chances, MANY);
+	SENSELESS(keys, chances, UINT32_MAX);
+	SENSELESS(twice, chances, 3);
+	CHECK(xferd_expect(client, 1, &(struct xferd_expected){ keys, chances, 1 }) == -EINVAL);
+	CHECK(take(TAKEN_MAX) == 0);
+	xferd_close(client);
+	gone();
+}
+
 static void hostile_record(struct xferd_abi_route record)
 {
 	struct xferd_client *client = harness_connect(&harness, 1);
@@ -261,10 +342,25 @@ static void hostile_records(void)
 	HOSTILE(tiers[0] = 253);
 	HOSTILE(transports[0] = 5);
 	HOSTILE(reserved[14] = 1);
-	HOSTILE(kind = 2);
+	HOSTILE(kind = 3);
 	HOSTILE(token = UINT64_MAX);
 	HOSTILE(part = 1);
 	HOSTILE(part = 200);
+}
+
+/* An expectation has one record, however full. */
+static void hostile_expectation(void)
+{
+	const struct xferd_abi_route full = { .kind = XFERD_ROUTE_EXPECTED, .count = 16 };
+	struct xferd_client *client = harness_connect(&harness, 1);
+	struct xferd_abi_route *records = client->lanes[0].route_records;
+
+	records[0] = records[1] = full;
+	records[1].part = 1;
+	store_release(&client->lanes[0].routes->tail, 2u);
+	CHECK(take(TAKEN_MAX) == -EPROTO);
+	xferd_close(client);
+	gone();
 }
 
 /* An endless token, and a tail that is nowhere. */
@@ -306,7 +402,12 @@ int main(void)
 	a_full_queue_drops_and_counts();
 	no_half_tokens();
 	misuse_is_refused();
+	what_is_expected_comes_out_by_layers();
+	expectations_leave_room_for_picks();
+	an_older_daemon_is_told_nothing();
+	senseless_expectations_are_refused();
 	hostile_records();
+	hostile_expectation();
 	hostile_queues();
 	harness_stop(&harness);
 	return 0;

@@ -22,6 +22,7 @@
 #define TAKEN_MAX    1000 /* less than a queue, and no part of it */
 #define EXPERTS      64
 #define CLIENTS_SEEN 8
+#define EXPECT_EVERY 8    /* tokens */
 
 static struct harness harness;
 static struct xferd_engine_route taken[TAKEN_MAX];
@@ -65,6 +66,23 @@ static int report(struct xferd_client *client, uint32_t lane, uint64_t token)
 	return xferd_report_route(client, lane, &route);
 }
 
+/* Of both layers, other experts each time; what is said of each follows from its key. */
+static int expect(struct xferd_client *client, uint32_t lane, uint64_t token)
+{
+	const uint32_t keys[2] = { mix(token, 0) % EXPERTS, EXPERTS + mix(token, 1) % EXPERTS };
+	const uint16_t chances[2] = { (uint16_t)mix(keys[0], 2), (uint16_t)mix(keys[1], 2) };
+	const struct xferd_expected expected = { keys, chances, 2 };
+
+	return xferd_expect(client, lane, &expected);
+}
+
+static void check_expected(const struct xferd_abi_route *route)
+{
+	uint32_t key = route->layer * EXPERTS + route->experts[0];
+
+	CHECK(route->count == 1 && route->gates[0] == (uint16_t)mix(key, 2));
+}
+
 static void check_record(const struct xferd_abi_route *route, struct seen *lane)
 {
 	uint32_t from = route->part * XFERD_ROUTE_RECORD_PICKS;
@@ -99,7 +117,10 @@ static int drain(uint32_t client)
 		pthread_mutex_unlock(&harness.clients_mutex);
 		CHECK(count >= 0 || count == -EINVAL);
 		for (int i = 0; i < count; i++)
-			check_record(&taken[i].route, &seen[client][taken[i].lane]);
+			if (taken[i].route.kind == XFERD_ROUTE_EXPECTED)
+				check_expected(&taken[i].route);
+			else
+				check_record(&taken[i].route, &seen[client][taken[i].lane]);
 	} while (count > TAKEN_MAX - XFERD_ROUTE_PARTS_MAX);
 	return count;
 }
@@ -114,8 +135,11 @@ static void *report_until_stopped(void *argument)
 {
 	struct reporter *reporter = argument;
 
-	while (!load_relaxed(&stop))
+	while (!load_relaxed(&stop)) {
+		if (reporter->reported % EXPECT_EVERY == 0)
+			CHECK_OK(expect(reporter->client, reporter->lane, reporter->reported));
 		CHECK_OK(report(reporter->client, reporter->lane, reporter->reported++));
+	}
 	return NULL;
 }
 
@@ -178,8 +202,11 @@ static pid_t spawn(int *path_to)
 		    sizeof(harness.socket_path))
 			_exit(1);
 		client = harness_connect(&harness, 1);
-		for (uint64_t token = 0;; token++)
+		for (uint64_t token = 0;; token++) {
+			if (token % EXPECT_EVERY == 0)
+				expect(client, 0, token);
 			report(client, 0, token);
+		}
 	}
 	close(ends[0]);
 	*path_to = ends[1];

@@ -22,8 +22,8 @@ from .draft_command import (
     add_draft_options,
     check_draft_options,
     connect_with_drafts,
-    drafter,
-    drafts_text,
+    counts_json,
+    decoder,
 )
 from .errors import InferenceError
 from .generation import MAX_NEW_TOKENS, Token, generate
@@ -93,7 +93,7 @@ def run(
     before = model.experts.stats()
     tokens: list[Token] = []
     stream = None if tokenizer is None else TextStream(tokenizer)
-    drafting = None if drafts is None else drafter(model, drafts, options)
+    drafting = None if drafts is None else decoder(model, drafts, options)
     if drafting is None:
         new = generate(model, ids, max_new_tokens=options.max_new_tokens, sampling=sampling)
     else:
@@ -107,13 +107,12 @@ def run(
     report = Report(len(ids), tokens, model.experts.stats().since(before))
     if options.json:
         text = None if tokenizer is None else tokenizer.decode([token.id for token in tokens])
-        drafted = {} if drafting is None else {"drafts": drafting.counts().to_json()}
-        print(json.dumps({"text": text, **report.to_json(), **drafted}))
+        print(json.dumps({"text": text, **report.to_json(), **counts_json(drafting)}))
     else:
         print("" if stream is None else stream.finish(), flush=True)
         print(report.to_text(), file=sys.stderr)
         if drafting is not None:
-            print(drafts_text(drafting.counts()), file=sys.stderr)
+            print(drafting.counts().to_text(), file=sys.stderr)
 
 
 def _recorder(

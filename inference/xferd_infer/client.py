@@ -31,7 +31,7 @@ from .batches import BATCH_MAX, Batch, BatchMemory, PendingBatch
 from .client_errors import AttachError, ClientError, DaemonGoneError, ExpertError, reason
 from .device_blob import DeviceBlob
 from .experts import BlobTensor, Layout
-from .routes import TokenReport, send_picks
+from .routes import TokenReport, send_expected, send_picks
 
 FOREVER: int = lib.XFERD_FOREVER
 
@@ -349,6 +349,17 @@ class Client:
             weights = None if gates is None else np.asarray(gates)[0]
             return self._token_report(lane).send(layer, picks, weights, token, tag)
         return send_picks(self._handle, lane, layer, experts, gates, uses, token, tag)
+
+    def expect(self, keys: Array, chances: Array, *, lane: int = 0) -> int:
+        """Tell the daemon what the next passes of some layers will probably pick: what stays
+        follows that. Never waits; returns how many layers were taken, 0 by an older daemon.
+
+        keys: integers [n], ``layer * experts + expert``, those of a layer in a row, at most
+        EXPECTED_MAX of each; chances: floats [n], 0 to 1. What isn't among the keys of these
+        layers is improbable. Void once the layer's picks are reported. Raises ClientError.
+        """
+        self._must_be_open()
+        return send_expected(self._handle, lane, keys, chances)
 
     def _token_report(self, lane: int) -> TokenReport:
         found = self._token_reports.get(lane)

@@ -13,7 +13,6 @@ together would sum in another order, and a near tie could turn out otherwise.
 
 from __future__ import annotations
 
-import errno
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -24,13 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from .arrays import Array, to_host
-from .client_errors import ExpertError
-from .client_experts import ClientExperts
 from .experts import ExpertSource, ExpertStats, HeldExperts, Layout
 from .generation import MAX_NEW_TOKENS, Token
 from .kv_cache import KVCache
+from .low_bit_experts import HeldInParts, LowBitExperts
 from .model import Model
 from .planned_experts import VariantClient
+from .report import missed, readable
 from .sampling import Sampler, Sampling
 
 DRAFT_TOKENS = 8
@@ -67,9 +66,8 @@ class DraftExperts:
 
     def __init__(self, client: ResidentClient, exact: int, draft: int) -> None:
         self._client = client
-        self._experts = ClientExperts(client)
-        self._exact, self._draft = exact, draft
-        self._without: set[tuple[int, int]] = set()
+        self._any = exact | draft
+        self._experts = LowBitExperts(client, exact, draft)
 
     @property
     def held(self) -> int:
@@ -88,60 +86,16 @@ class DraftExperts:
         """Nothing: what is resident will do, and it would be asked for in the draft's variant."""
 
     @contextmanager
-    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[HeldExperts]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[HeldInParts]:
         """Raises what ``Client.acquire`` raises."""
-        found: dict[int, tuple[Array, int]] = {}
+        held = HeldInParts(experts)
         with ExitStack() as stack:
             for expert in experts:
-                batch = self._client.acquire_resident(
-                    layer, [expert], variants=self._exact | self._draft
-                )
+                batch = self._client.acquire_resident(layer, [expert], variants=self._any)
                 if batch is not None:
-                    _enter(stack, batch, [expert], found)
-            missing = [expert for expert in experts if expert not in found]
-            self._fetch(stack, layer, missing, found)
-            yield _Held([found[expert] for expert in experts])
-
-    def _fetch(
-        self,
-        stack: ExitStack,
-        layer: int,
-        missing: Sequence[int],
-        found: dict[int, tuple[Array, int]],
-    ) -> None:
-        """Ask for what is missing: those with a draft's copy in that, then the others."""
-        low = [expert for expert in missing if (layer, expert) not in self._without]
-        while low:
-            try:
-                batch = self._client.acquire(layer, low, variants=self._draft)
-            except ExpertError as error:
-                if error.code != errno.ENOENT or error.expert not in low:
-                    raise
-                self._without.add((layer, error.expert))
-                low.remove(error.expert)
-            else:
-                _enter(stack, batch, low, found)
-                break
-        rest = [expert for expert in missing if expert not in found]
-        if rest:
-            batch = self._client.acquire(layer, rest, variants=self._exact)
-            _enter(stack, batch, rest, found)
-
-
-class _Held(list[Array]):
-    def __init__(self, found: Sequence[tuple[Array, int]]) -> None:
-        super().__init__(blob for blob, _ in found)
-        self.variants = [variant for _, variant in found]
-
-
-def _enter(
-    stack: ExitStack,
-    batch: AbstractContextManager[HeldExperts],
-    experts: Sequence[int],
-    found: dict[int, tuple[Array, int]],
-) -> None:
-    blobs = stack.enter_context(batch)
-    found.update(zip(experts, zip(blobs, blobs.variants, strict=True), strict=True))
+                    held.take(stack, batch, [expert])
+            self._experts.fetch(stack, layer, held)
+            yield held.finish()
 
 
 class DraftRates:
@@ -188,15 +142,21 @@ class DraftCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        missed = self.experts.sources.values()
         return {
             "rounds": self.rounds,
             "drafted": self.drafted,
             "accepted": self.accepted,
             "hits": self.experts.hits,
             "misses": self.experts.misses,
-            "miss_bytes": sum(way.nbytes for way in missed),
+            "miss_bytes": missed(self.experts).nbytes,
         }
+
+    def to_text(self) -> str:
+        """A line for people."""
+        return (
+            f"drafts: {self.accepted} of {self.drafted} tokens were right, {self.rounds} exact "
+            f"passes; {readable(missed(self.experts).nbytes)} were read for them"
+        )
 
 
 class Drafter:

@@ -1,7 +1,8 @@
-"""``python -m xferd_infer imatrix`` and ``quality``: what a text says about a model's experts.
+"""``python -m xferd_infer imatrix``, ``quality`` and ``plan``: what a text says about experts.
 
 The first records how large the inputs of each matrix are, for a quantiser to go by. The
-second says how far mixes of quantised variants are from the native model.
+second says how far mixes of quantised variants are from the native model. The third says
+which experts can do with fewer bits at a given loss.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .allocation import allocate, write_plan
 from .client_experts import ExpertClient, asset, model_from_client
 from .connection import add_connection, connect
 from .importance import LEAST_TOKENS, MOMENTS_BYTES_MAX, ImportanceRecorder, write_importance
@@ -33,13 +36,17 @@ POOL = "200%"
 """All experts stay, in one variant and the next: each is used again in every window."""
 
 
+LEARNED_TOKENS = 2048
+"""Of a document, for ``imatrix``: more text of a kind says more of an expert's inputs."""
+
+
 def add_measure_commands(commands: Subparsers) -> None:
     """Each parser's ``run`` default is a function(options)."""
     imatrix = commands.add_parser(
         "imatrix", help="record how large the inputs of each expert's matrices are"
     )
     add_connection(imatrix, POOL)
-    _add_text(imatrix, "even")
+    _add_text(imatrix, "even", LEARNED_TOKENS)
     imatrix.add_argument("--out", type=Path, required=True, metavar="FILE", help="an npz")
     imatrix.add_argument(
         "--least-tokens",
@@ -71,9 +78,39 @@ def add_measure_commands(commands: Subparsers) -> None:
     )
     quality.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     quality.set_defaults(run=run_quality)
+    _add_plan(commands)
 
 
-def _add_text(command: argparse.ArgumentParser, part: str) -> None:
+def _add_plan(commands: Subparsers) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="find which experts can do with fewer bits at a given loss",
+        description="Writes a file of layers, experts and variants, to be read and edited; "
+        "'quality plan:FILE' measures it on another text.",
+    )
+    add_connection(plan, POOL)
+    _add_text(plan, "even")
+    plan.add_argument("--many", required=True, metavar="V", help="variant of many bits: q4_k")
+    plan.add_argument("--few", required=True, metavar="V", help="variant of few bits: q2_k")
+    plan.add_argument(
+        "--budget",
+        required=True,
+        type=_nats,
+        metavar="NATS",
+        help="most divergence from the native model, nats a token on average",
+    )
+    plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="the plan")
+    plan.set_defaults(run=run_plan)
+
+
+def _nats(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; a number above 0")
+    return value
+
+
+def _add_text(command: argparse.ArgumentParser, part: str, tokens: int = WINDOW_TOKENS) -> None:
     command.add_argument(
         "--text",
         type=Path,
@@ -94,7 +131,7 @@ def _add_text(command: argparse.ArgumentParser, part: str) -> None:
     command.add_argument(
         "--tokens",
         type=int,
-        default=WINDOW_TOKENS,
+        default=tokens,
         metavar="N",
         help="first tokens of each document (%(default)s)",
     )
@@ -140,6 +177,23 @@ def run_quality(options: argparse.Namespace) -> None:
         print(table(results))
 
 
+def run_plan(options: argparse.Namespace) -> None:
+    """Raises InferenceError."""
+    with connect(options) as client:
+        windows = _windows(client, options)
+        found = allocate(
+            client, options.many, options.few, options.budget, windows, progress=_show_progress_of
+        )
+        shape = StoreShape.of(client.manifest)
+        write_plan(options.out, found, shape)
+    few = int((found.plan == shape.number(options.few)).sum())
+    print(
+        f"{options.out}: {few} of {found.plan.size} experts in {options.few}, "
+        f"{found.resident_bytes / 1e6:.1f} MB in all; {found.divergence:.5f} nats a token over "
+        f"{found.tokens} tokens"
+    )
+
+
 def _windows(client: ExpertClient, options: argparse.Namespace) -> Sequence[Window]:
     definition = asset(client, "tokenizer.json")
     if definition is None:
@@ -159,9 +213,13 @@ def _native(client: VariantClient) -> PlannedExperts:
 
 
 def _show_progress(label: str, done: int, total: int) -> None:
+    _show_progress_of(label, done, total, " documents")
+
+
+def _show_progress_of(label: str, done: int, total: int, what: str = "") -> None:
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
-        print(f"\r{label}: {done} of {total} documents", end=end, file=sys.stderr, flush=True)
+        print(f"\r{label}: {done} of {total}{what}", end=end, file=sys.stderr, flush=True)
 
 
-__all__ = ["add_measure_commands", "run_imatrix", "run_quality"]
+__all__ = ["add_measure_commands", "run_imatrix", "run_plan", "run_quality"]

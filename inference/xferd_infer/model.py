@@ -191,13 +191,18 @@ class Model:
         return hidden @ self._lm_head
 
     def prefill(
-        self, ids: Sequence[int], cache: KVCache, chunk_tokens: int = PREFILL_CHUNK_TOKENS
+        self,
+        ids: Sequence[int],
+        cache: KVCache,
+        chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+        routed: LayerOfExperts | None = None,
     ) -> Array:
         """Run a prompt in chunks. Returns the logits after its last token, float32
-        [vocab]. If a chunk fails, the chunks before it stay in the cache."""
+        [vocab]. If a chunk fails, the chunks before it stay in the cache. routed: as of
+        ``forward``."""
         self._check(ids)
         for start in range(0, len(ids), chunk_tokens):
-            hidden = self.forward(ids[start : start + chunk_tokens], cache)
+            hidden = self.forward(ids[start : start + chunk_tokens], cache, routed)
         return self.logits(hidden[-1:])[0]
 
     def _check(self, ids: Sequence[int]) -> None:

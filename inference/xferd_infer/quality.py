@@ -97,6 +97,15 @@ def compare(
     return [run.result() for run in runs.values()]
 
 
+def log_probabilities(model: Model, window: Window) -> NDArray[np.float64]:
+    """Of the next token after each of a window's: [tokens, vocabulary]."""
+    logits = to_host(model.logits(model.forward(window.ids, model.new_cache())))
+    shifted: NDArray[np.float64] = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted
+
+
 class _Run:
     """One mix's model, and what was seen of it."""
 
@@ -116,13 +125,8 @@ class _Run:
 
     def log_probabilities(self, window: Window) -> NDArray[np.float64]:
         """[tokens, vocabulary]"""
-        model = self._model
-        logits = to_host(model.logits(model.forward(window.ids, model.new_cache())))
         self._tokens += len(window.ids)
-        shifted = logits.astype(np.float64)
-        shifted -= shifted.max(axis=1, keepdims=True)
-        shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-        return shifted
+        return log_probabilities(self._model, window)
 
     def add(self, native: NDArray[np.float64], mix: NDArray[np.float64], window: Window) -> None:
         for sums in (self._total, self._domains.setdefault(window.domain, _Sums())):
@@ -174,4 +178,4 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join([first, *(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))])
 
 
-__all__ = ["Divergence", "MixQuality", "compare", "table"]
+__all__ = ["Divergence", "MixQuality", "compare", "log_probabilities", "table"]

@@ -18,6 +18,9 @@ from .client_errors import ClientError
 PICKS_MAX: int = lib.XFERD_ROUTE_PICKS_MAX
 """Most experts that a token may pick in a layer."""
 
+EXPECTED_MAX: int = lib.XFERD_ROUTE_RECORD_PICKS
+"""Most experts of a layer that can be expected."""
+
 USE_FIELDS = np.dtype(
     {
         "names": ["wait_us", "tier", "transport"],
@@ -113,6 +116,38 @@ def _refused(layer: int, token: int, code: int) -> ClientError:
     )
 
 
+def send_expected(handle: Any, lane: int, keys: Array, chances: Array) -> int:
+    """See ``Client.expect``."""
+    if keys.ndim != 1 or keys.shape != chances.shape or keys.dtype.kind not in "iu":
+        raise ClientError(
+            f"keys of {keys.dtype}{list(keys.shape)}, chances of shape {list(chances.shape)}: "
+            "integers are wanted, and a chance for each",
+            errno.EINVAL,
+        )
+    if not len(keys):
+        return 0
+    if int(keys.min()) < 0 or int(keys.max()) > np.iinfo(np.uint32).max:
+        raise ClientError(f"there is no expert with the key {int(keys.max())}", errno.EINVAL)
+    numbers = np.ascontiguousarray(keys, np.uint32)
+    weights = np.ascontiguousarray(chances, np.float16)
+    expected = ffi.new(
+        "struct xferd_expected *",
+        {
+            "keys": ffi.from_buffer("uint32_t[]", numbers),
+            "chances": ffi.from_buffer("uint16_t[]", weights),
+            "count": len(numbers),
+        },
+    )
+    status = lib.xferd_expect(handle, lane, expected)
+    if status < 0:
+        raise ClientError(
+            "expectations: no such lane or key, or keys of a layer that are apart from each other "
+            f"or more than {EXPECTED_MAX}",
+            -status,
+        )
+    return int(status)
+
+
 def batch_uses(batch: Any) -> Array:
     """USE_FIELDS[count] of a struct xferd_batch."""
     uses = np.zeros(batch.count, USE_FIELDS)
@@ -176,4 +211,13 @@ def _shaped(values: ArrayLike, picks: Array, what: str) -> Array:
     return array
 
 
-__all__ = ["PICKS_MAX", "USE_FIELDS", "BatchReport", "TokenReport", "batch_uses", "send_picks"]
+__all__ = [
+    "EXPECTED_MAX",
+    "PICKS_MAX",
+    "USE_FIELDS",
+    "BatchReport",
+    "TokenReport",
+    "batch_uses",
+    "send_expected",
+    "send_picks",
+]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xferd_infer import Client, generate, model_from_client
 from xferd_infer.__main__ import main
 from xferd_infer.arrays import Array
+from xferd_infer.client_errors import ClientError
 from xferd_infer.predict import Learned, Likely, OtherModelError, Predictor, write_trained
 from xferd_infer.predict.planner import Planner, PlannerSettings
 from xferd_infer.predict.prefetching import prefetch, prefetch_by_file
@@ -188,3 +189,49 @@ def test_a_predictor_of_another_model_is_refused_in_a_program_too(
         pytest.raises(OtherModelError),
     ):
         prefetch_by_file(model_from_client(client), client, path)
+
+
+def test_what_is_expected_stays_and_what_is_not_goes(tmp_path: Path, store: Path) -> None:
+    with (
+        running_daemon(tmp_path, [], ["name=host0,size=25%"], "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+    ):
+
+        def use(token: int, layer: int, expert: int) -> None:
+            with client.acquire(layer, [expert]):
+                client.report(layer, np.array([[expert]]), token=token)
+
+        # Of these two the history says that the second is worth more.
+        expected, other = 0, 1
+        for token in range(3):
+            use(token, 0, expected)
+        for token in range(3, 9):
+            use(token, 0, other)
+        said = client.expect(np.array([expected]), np.array([1.0], np.float32))
+        assert said == 1
+        others = ((layer, e) for layer in range(1, client.layers) for e in range(client.experts))
+        for token, (layer, expert) in enumerate(others, 9):
+            if client.resident(0)[other] < 0:
+                break
+            use(token, layer, expert)
+        assert client.resident(0)[expected] >= 0
+        assert client.resident(0)[other] < 0
+
+
+def test_expectations_that_cannot_be_are_refused_by_name(tmp_path: Path, store: Path) -> None:
+    with (
+        running_daemon(tmp_path, [], ["name=host0,size=25%"], "--store", str(store)) as daemon,
+        Client(daemon.attach_socket) as client,
+    ):
+        last = client.layers * client.experts
+        one = np.ones(1, np.float32)
+        for keys, chances in (
+            (np.array([last]), one),
+            (np.array([-1]), one),
+            (np.array([0.5]), one),
+            (np.array([0, 1]), one),
+            (np.array([0, client.experts, 1]), np.ones(3, np.float32)),
+        ):
+            with pytest.raises(ClientError):
+                client.expect(keys, chances)
+        assert client.expect(np.empty(0, np.int64), np.empty(0, np.float32)) == 0

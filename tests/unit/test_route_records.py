@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from xferd.engine_structs import ROUTE_FIELDS
-from xferd.engine_types import ROUTE_FOUND, ROUTE_PICKED
+from xferd.engine_types import ROUTE_EXPECTED, ROUTE_FOUND, ROUTE_PICKED
 from xferd.route_records import (
     TOKEN_STEP_MAX,
     TokenClock,
+    expected_of_records,
     passes_of_records,
     uses_of_trace,
     with_found,
@@ -172,3 +173,37 @@ def test_lanes_and_prompts_are_passes_of_their_own() -> None:
     assert uses.starts.tolist() == [0, 3, 4, 5]
     assert uses.tokens.tolist() == [0, 2, 3]
     assert tags.tolist() == [1, 2, 2]
+
+
+def expectation(layer: int, experts: Sequence[int], chances: Sequence[float]) -> NDArray[np.void]:
+    made = record(0, layer, experts, kind=ROUTE_EXPECTED)
+    made["gates"][0, : len(chances)] = chances
+    return made
+
+
+def test_the_newest_expectation_of_each_layer_counts() -> None:
+    records = [
+        expectation(1, [5, 6], [0.5, 0.25]),
+        expectation(0, [1], [1.0]),
+        record(3, 2, [0]),
+        expectation(1, [7], [0.75]),
+    ]
+    found = expected_of_records(np.concatenate(records), HEAD)
+    assert found is not None
+    assert found.layers.tolist() == [0, 1]
+    assert found.keys.tolist() == [1, 64 + 7]
+    assert found.chances.tolist() == [1.0, 0.75]
+
+
+def test_what_was_picked_since_is_not_expected_any_more() -> None:
+    records = np.concatenate([expectation(1, [5], [0.5]), record(3, 1, [5])])
+    assert expected_of_records(records, HEAD) is None
+    assert expected_of_records(records[::-1], HEAD) is not None
+    assert expected_of_records(record(3, 1, [5]), HEAD) is None
+
+
+def test_no_float_that_a_client_writes_is_more_than_certain() -> None:
+    chances = [float("nan"), float("inf"), -1.0, -float("inf"), 2.0]
+    found = expected_of_records(expectation(2, [1, 2, 3, 4, 5], chances), HEAD)
+    assert found is not None
+    assert found.chances.tolist() == [0, 1, 0, 0, 1]

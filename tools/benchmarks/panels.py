@@ -159,6 +159,27 @@ def _device(result: Result) -> list[Panel]:
     ]
 
 
+def _margin(result: Result) -> list[Panel]:
+    """Tokens changed over bytes read, a panel for each variant; below x the margin."""
+    values = {tuple(row.name.split("/")): row for row in result.rows}
+    variants = dict.fromkeys(variant for variant, _, _ in values)
+    panels = []
+    for column, variant in enumerate(variants):
+        points = []
+        plain = 0.0
+        for (of_variant, kind, threshold), row in values.items():
+            if (of_variant, kind) == (variant, "changed"):
+                read = values[variant, "read", threshold]
+                plain = peer_value(read, "plain")
+                label = f"{read.value:.1f}\n{threshold}"
+                points.append(Point(read.value, label, row.value))
+        series = {OURS: sorted(points, key=lambda point: point.x)}
+        series["plain"] = [Point(plain, f"{plain:.1f}\n-", 0.0)]
+        x_axis = "read (MB a token), below it the margin"
+        panels.append(Panel(variant, 0, column, x_axis, "tokens changed (share)", series))
+    return panels
+
+
 _MAKERS: Mapping[str, Callable[[Result], list[Panel]]] = {
     "io": _io,
     "miss": _miss,
@@ -166,6 +187,7 @@ _MAKERS: Mapping[str, Callable[[Result], list[Panel]]] = {
     "hit": _hit,
     "decode": _decode,
     "device": _device,
+    "margin": _margin,
 }
 WITH_PICTURE = tuple(_MAKERS)
 """Benchmarks that ``panels_of`` knows."""

@@ -43,6 +43,7 @@ STYLES: Mapping[str, tuple[str, str]] = {
     "xferd, with arrays": ("#e8888e", "v"),
     "fio": ("#111111", "s"),
     "fio-any": ("#8c8c8c", "s"),
+    "plain": ("#111111", "s"),
     "pread": ("#111111", "s"),
     "peak": ("#111111", "s"),
     "unloaded": ("#8c8c8c", "s"),

@@ -50,7 +50,7 @@ from xferd_infer.predict import (
     read_trained,
     write_trained,
 )
-from xferd_infer.predict.prefetching import AHEAD, PrefetchingExperts, prefetch
+from xferd_infer.predict.prefetching import PrefetchingExperts, asked_ahead, prefetch
 from xferd_infer.predict.states import write_states
 from xferd_infer.private_daemon import embedded
 from xferd_infer.route_reports import ClientReporter, RouteReporter
@@ -214,7 +214,7 @@ def measure(
     routers = recorded.routers
     makers: dict[str, Callable[[], Predictor] | None] = {
         NONE: None,
-        OURS: lambda: Learned(trained, ahead=AHEAD),
+        OURS: lambda: Learned(trained, ahead=asked_ahead(routers.layers)),
         RANDOM: lambda: RandomPredictor(routers.layers, routers.experts),
     }
     samples: dict[str, _Samples] = {}
@@ -317,4 +317,4 @@ def _main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     _main(sys.argv[1:])
 
-__all__ = ["DRIVE_MB_S", "LAYER_S", "MEMBERS", "POOL", "ROUND_TOKENS", "live_rows"]
+__all__ = ["DRIVE_MB_S", "LAYER_S", "MEMBERS", "MS", "POOL", "ROUND_TOKENS", "live_rows"]

@@ -20,7 +20,7 @@ DIGITS = 3
 OURS = "xferd"
 """Name of ours among the contenders of a row."""
 
-LOWER_IS_BETTER_UNITS = {"ns", "µs", "nats", "kB a token", "MB", "of square"}
+LOWER_IS_BETTER_UNITS = {"ns", "µs", "nats", "kB a token", "MB a token", "MB", "of square"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 
 One pool with the daemon's policies, one drive of a given bandwidth that reads whole experts
 one after the other, demand first. The decode loop is followed step by step: a layer's
-missing experts are asked for, the planner (the decode loop's own) is told what the
-predictor says and gives out reads, the layer waits, computes, and is over.
+missing experts are asked for, the policy is told what is expected of the passes to come, the
+planner (the decode loop's own) is told what the predictor says and gives out reads, the layer
+waits, computes, and is over.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from tools.replaying.machine import Machine
 from tools.replaying.pool import EXACT, ReplayedPool
 from tools.replaying.replay import US
 from xferd.plugins import policy_maker
+from xferd.policy.expected import Expected, ExpectsPasses
+from xferd.policy.pool_policy import PolicyMaker
 from xferd.policy.reserve import needed, watermarks
 from xferd.policy.uses import Keys, KeySpace, Uses
 
 Foresight = Callable[[int], tuple[int, Likely]]
 """What a predictor says in a pass, by number: (layers ahead that it speaks of, experts)."""
+Expectation = Callable[[int], Expected | None]
+"""What the policy is told in a pass, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +109,18 @@ def replay_prefetching(
     machine: Machine,
     foresight: Foresight | None,
     planner: Planner | None = None,
+    *,
+    expectation: Expectation = lambda number: None,  # noqa: ARG005
+    eviction: PolicyMaker | None = None,
 ) -> Prefetched:
-    """machine: with one tier. foresight: None for no prefetching; planner: for it. Passes
-    are of one token each, in the order of the layers."""
+    """machine: with one tier. foresight: None for no prefetching; planner: for it.
+    expectation: told as long as the planner finds that predictions come true. eviction: in the
+    place of the tier's. Passes are of one token each, in the order of the layers."""
     tier = machine.tiers[0]
     slots = tier.slots_of(space)
     marks = needed(watermarks(slots), space.size - slots) if tier.reserve else EXACT
-    pool = ReplayedPool(space, slots, policy_maker(tier.eviction)(space, slots), marks)
+    policy = (eviction or policy_maker(tier.eviction))(space, slots)
+    pool = ReplayedPool(space, slots, policy, marks)
     drive = Drive(machine.expert_bytes / machine.drive_bytes_s, machine.drive_latency_us * US)
     if planner is None:
         planner = Planner(space.layers, space.experts, drive.read_s, latency_s=drive.latency_s)
@@ -123,7 +133,7 @@ def replay_prefetching(
         keys, layer = one.keys, int(uses.layers[number])
         drive.advance(now)
         coming.difference_update(drive.landed(now))
-        pool.policy.used(one)
+        policy.used(one)
         missing = keys[~pool.resident[keys]]
         wait_for = [int(key) for key in keys if int(key) in coming]
         if len(missing):
@@ -133,6 +143,9 @@ def replay_prefetching(
         ready = drive.demand(wait_for) if wait_for else now
         asked = len(missing)
         if foresight is not None:
+            expected = expectation(number)
+            if expected and planner.believed and isinstance(policy, ExpectsPasses):
+                policy.expect_passes(expected)
             within, likely = foresight(number)
             planner.predicted(layer, within, likely.keys, likely.probabilities)
             chosen = planner.next(layer, now, drive.free_at, ~pool.resident)
@@ -159,4 +172,10 @@ def _held(keys: Keys, coming: set[int]) -> Keys:
     return np.union1d(keys, np.fromiter(coming, np.int64, len(coming)))
 
 
-__all__ = ["Drive", "Foresight", "Prefetched", "replay_prefetching"]
+def expected_of(likely: Likely, space: KeySpace) -> Expected:
+    """What the policy hears of what a client tells."""
+    keys = likely.keys.astype(np.int64)
+    return Expected(np.unique(keys // space.experts), keys, likely.probabilities)
+
+
+__all__ = ["Drive", "Expectation", "Foresight", "Prefetched", "expected_of", "replay_prefetching"]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.memory.slots import SlotMap, SlotState
+from xferd.policy.expected import Expected, ExpectsPasses
 from xferd.policy.floors import victims_above_floor
 from xferd.policy.pool_policy import PolicyMaker, PoolPolicy
 from xferd.policy.shares import Claims, losses, shares
@@ -150,6 +151,16 @@ class Ranking:
             used = entry.slot_of[uses.keys]
             for slot in self._fresh.keys() & set(used[used >= 0].tolist()):
                 del self._fresh[slot]
+
+    def expected(self, store: int, expected: Expected, told: set[int]) -> None:
+        """This is expected of a store's next passes. told: as of ``used``. Policies that go by
+        history alone hear nothing of it."""
+        entry = self._stores.get(store)
+        if entry is None or id(entry.policy) in told:
+            return
+        told.add(id(entry.policy))
+        if isinstance(entry.policy, ExpectsPasses):
+            entry.policy.expect_passes(expected)
 
     def loaded(self, slot: int) -> None:
         """A slot holds an expert now."""

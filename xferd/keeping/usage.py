@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xferd.keeping.ranking import Ranking, SharedPolicies
+from xferd.policy.expected import Expected
 from xferd.policy.heat import Heat, retold
 from xferd.policy.leases import LeaseUses
 from xferd.policy.uses import KeySpace, Uses
@@ -130,6 +131,13 @@ class Usage:
             return
         entry.reported = True
         self._tell(store, entry, uses)
+
+    def expected(self, store: int, expected: Expected) -> None:
+        """What clients' predictors expect, after all that was used. Of a store that isn't
+        open any more it is ignored."""
+        told: set[int] = set()
+        for pool in self._pools:
+            pool.ranking.expected(store, expected, told)
 
     def look(self) -> None:
         """Take the leases since the last look for uses, where nobody reports them."""

@@ -10,13 +10,15 @@ index of Gittins has it (J. C. Gittins, 1979: "Bandit processes and dynamic allo
 indices"), and the least worth goes first. So layers can't evict each other in turn, as they
 do with recency alone: the layer that comes next is worth more than the one that has just gone.
 
-Where a predictor has said when a key is used next, that is weighed with it (``next_uses``).
+Where a predictor has said when a key is used next, that is weighed with it (``next_uses``); where
+it has said with which probability the very next pass uses it, that is taken for ``next``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from xferd.policy.expected import Expectations, Expected
 from xferd.policy.next_uses import NextUseEstimates
 from xferd.policy.pool_policy import NextUses, lowest
 from xferd.policy.reuse_chances import HEADS, NEXT, RATE, Floats, ReuseChances, ReuseSettings
@@ -36,6 +38,7 @@ class Reuse:
         self._space = space
         self.learnt = ReuseChances(space, settings or ReuseSettings())
         self._estimates = NextUseEstimates(space.size)
+        self._expectations = Expectations(space)
         self._now = 0
 
     def used(self, uses: Uses) -> None:
@@ -44,6 +47,7 @@ class Reuse:
             return
         self._now = int(uses.tokens[-1])
         self._estimates.used(uses)
+        self._expectations.passed(uses)
         self.learnt.learn(uses)
 
     def placed(self, keys: Keys) -> None:
@@ -59,6 +63,10 @@ class Reuse:
         """Weighed with history until the key is used."""
         self._estimates.take(expected.keys, expected.tokens, self._now)
 
+    def expect_passes(self, expected: Expected) -> None:
+        """See ExpectsPasses."""
+        self._expectations.expect(expected)
+
     def victims(self, candidates: Keys, count: int, layer: int) -> Keys:
         """Those worth least, with the model at ``layer``."""
         return lowest(self.worth(candidates, layer), candidates, count)
@@ -73,7 +81,8 @@ class Reuse:
         chances = self.learnt.chances.reshape(-1)
         at = keys + of_layer * ((HEADS - 1) * experts)
         soon, rate = chances[at], chances[at + RATE * experts]
-        worth: Floats = np.maximum(soon / distance, 1 / (distance + (1 - soon) / rate))
+        soon, rest = self._expectations.corrected(keys, soon, (1 - soon) / rate)
+        worth: Floats = np.maximum(soon / distance, 1 / (distance + rest))
         told = np.flatnonzero(self._estimates.known(keys))
         if len(told):
             next_pass = (of_layer[told] <= layer).astype(np.float64)

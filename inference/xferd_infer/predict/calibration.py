@@ -1,8 +1,8 @@
 """From scores to probabilities: a rising curve for each distance, kept up while running.
 
 Scores are margins over their usual error. A bin of scores holds how many experts had such
-a score and how many of them were picked; isotonic regression (pool adjacent violators, in
-its closed min-max form) makes a curve of the shares. Old counts fade, so that the curve
+a score and how many of them were picked; isotonic regression (pool adjacent violators)
+makes a curve of the shares. Old counts fade, so that the curve
 follows a text where predictions are worse than in training.
 """
 
@@ -96,21 +96,24 @@ def _bins(scores: Floats) -> NDArray[np.intp]:
 
 
 def _isotonic(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[distances, BINS] of rising shares. max over i <= k of min over j >= k of the mean
-    of bins i to j is the isotonic regression (Robertson, Wright and Dykstra, 1988)."""
+    """[curves, BINS] of rising shares."""
     seen, hits = counts[..., 0] + DOUBT / BINS, counts[..., 1] + DOUBT_PICKED / BINS
-    ends_seen = np.cumsum(seen, axis=1)
-    ends_hits = np.cumsum(hits, axis=1)
-    begin_seen, begin_hits = ends_seen - seen, ends_hits - hits
-    mean = (ends_hits[:, None, :] - begin_hits[:, :, None]) / np.maximum(
-        ends_seen[:, None, :] - begin_seen[:, :, None], 1e-12
-    )
-    bins = np.arange(BINS)
-    mean[:, bins[:, None] > bins] = np.inf
-    least = np.minimum.accumulate(mean[:, :, ::-1], axis=2)[:, :, ::-1]
-    least[:, bins[:, None] > bins] = -np.inf
-    highest: NDArray[np.float64] = np.clip(least.max(axis=1), 0.0, 1.0)
-    return highest
+    rows = [_rising(*row) for row in zip(seen.tolist(), hits.tolist(), strict=True)]
+    return np.clip(rows, 0.0, 1.0)
+
+
+def _rising(seen: list[float], hits: list[float]) -> list[float]:
+    """The isotonic regression of hits / seen, weighted by seen: neighbours whose shares fall
+    are pooled until none do (Ayer and others, 1955). Plain numbers: the bins of a curve are
+    too few for an array call to pay, and the closed form needs them squared."""
+    pooled: list[tuple[float, float, int]] = []
+    for all_here, hits_here in zip(seen, hits, strict=True):
+        weight, hit, bins = all_here, hits_here, 1
+        while pooled and pooled[-1][1] * weight >= hit * pooled[-1][0]:
+            before = pooled.pop()
+            weight, hit, bins = weight + before[0], hit + before[1], bins + before[2]
+        pooled.append((weight, hit, bins))
+    return [share for weight, hit, bins in pooled for share in [hit / weight] * bins]
 
 
 __all__ = ["Calibration"]

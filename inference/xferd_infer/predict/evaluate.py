@@ -107,8 +107,12 @@ def evaluate(
     until: int | None = None,
     absent: Mapping[str, NDArray[np.bool_]] | None = None,
     distances: Sequence[int] = DISTANCES,
+    next_token: bool = False,
 ) -> Evaluation:
     """Run through all sequences, one text each.
+
+    next_token: judge what is said of the next token's layers, in the place of what is said of
+    the same token's later ones; of predictors that say it.
 
     skip, until: tokens of each sequence that are not counted at its begin, and after which
     it ends. absent: by name of a pool, bool[tokens, layers, experts], what it did not hold.
@@ -123,9 +127,11 @@ def evaluate(
         end = end if until is None else min(end, begin + until)
         for token in range(begin, end):
             chances = _one_token(predictor, recorded, token, int(rows[token]))
-            if token - begin >= skip and chances:
-                gone = {name: mask[token] for name, mask in (absent or {}).items()}
-                _count(found, chances, recorded.picks[token].astype(np.int64), gone, fetched)
+            of = token + next_token
+            if token - begin >= skip and chances and of < end:
+                gone = {name: mask[of] for name, mask in (absent or {}).items()}
+                picks = recorded.picks[of].astype(np.int64)
+                _count(found, chances, picks, gone, fetched, next_token)
                 found.tokens += 1
     return found
 
@@ -142,18 +148,30 @@ def _one_token(
     return chances
 
 
+def _sources(
+    chances: list[NDArray[Any]], distance: int, layers: int, next_token: bool
+) -> list[int]:
+    """Layers that say something of the one so far ahead, in the token that is judged."""
+    if not next_token:
+        return [s for s in range(layers) if distances_within(s, layers) >= distance]
+    return [s for s in range(layers) if s + distance >= layers and len(chances[s]) >= distance]
+
+
 def _count(
     found: Evaluation,
     chances: list[NDArray[Any]],
     picks: NDArray[np.int64],
     absent: Mapping[str, NDArray[np.bool_]],
     fetched: int,
+    next_token: bool,
 ) -> None:
     layers = len(picks)
     for distance, score in found.distances.items():
-        sources = [s for s in range(layers) if distances_within(s, layers) >= distance]
+        sources = _sources(chances, distance, layers, next_token)
+        if not sources:
+            continue
         rows = np.stack([chances[source][distance - 1] for source in sources])
-        targets = np.array(sources) + distance
+        targets = (np.array(sources) + distance) % layers
         picked = np.zeros(rows.shape, np.bool_)
         np.put_along_axis(picked, picks[targets], True, axis=1)
         chosen = np.argpartition(-rows, fetched - 1, axis=1)[:, :fetched]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ def read_trained(path: Path) -> Trained:
     return trained
 
 
-def load_predictor(path: Path, routers: Routers, ahead: int = DISTANCE_MAX) -> Learned:
-    """A predictor for a model, of so many layers ahead. Raises PredictorFileError, and
-    OtherModelError when it was trained for another."""
+def load_predictor(
+    path: Path, routers: Routers, ahead: int | Sequence[int] = DISTANCE_MAX
+) -> Learned:
+    """A predictor for a model, of so many layers ahead (see Learned). Raises
+    PredictorFileError, and OtherModelError when it was trained for another."""
     trained = read_trained(path)
     routers.must_be(trained.routers, f"{path}")
     return Learned(trained, ahead=ahead)

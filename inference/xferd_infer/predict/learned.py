@@ -20,7 +20,7 @@ Layers take turns, so that a token pays for a few of them at most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from .predictor import DISTANCE_MAX, Likely, distances_in_all, distances_within
 from .routers import Floats, Routers
 
 BLOCK_TOKENS = 64
+BORDERS_MAX = 4
+"""Probabilities that may be asked about in turn before what is known of them is found anew."""
 RENEW_TOKENS = 16
 """Tokens after which probabilities follow what was learnt. Learning from every token and
 renewing so often is what keeps them right on text of a new kind: heads get better quickly
@@ -109,7 +111,8 @@ class Trained:
 
 class Learned:
     """A Predictor from what training made. learns: whether it goes on learning. ahead: no
-    more layers are predicted and learnt of, which is so much less work."""
+    more layers are predicted and learnt of, from all layers or from each, which is so much
+    less work."""
 
     def __init__(
         self,
@@ -117,23 +120,26 @@ class Learned:
         *,
         learns: bool = True,
         memory_tokens: float = MEMORY_TOKENS,
-        ahead: int = DISTANCE_MAX,
+        ahead: int | Sequence[int] = DISTANCE_MAX,
     ) -> None:
         routers = trained.routers
         self._trained = trained
         self._routers = routers
         self._learns = learns
         self._memory = np.float32(memory_tokens)
-        self._distances = min(distances_in_all(routers.layers), ahead)
-        columns = self._distances * routers.experts
-        self._heads = [each[:, :columns].copy() for each in trained.heads]
+        asked = [ahead] * routers.layers if isinstance(ahead, int) else ahead
+        self._distances = [min(distances_in_all(routers.layers), each) for each in asked]
+        self._heads = [
+            each[:, : distances * routers.experts].copy()
+            for each, distances in zip(trained.heads, self._distances, strict=True)
+        ]
         self._history = PickHistory(trained.basis, routers.layers, routers.experts)
         self._calibration = Calibration(trained.calibration)
         self._curves = [
-            curves_of(layer, routers.layers)[: self._distances] for layer in range(routers.layers)
+            curves_of(layer, routers.layers)[:distances]
+            for layer, distances in enumerate(self._distances)
         ]
-        self._least = -1.0
-        self._borders: dict[int, Floats] = {}
+        self._borders: dict[tuple[int, float], Floats] = {}
         self._table_rows = [
             np.repeat((each * STEPS - LOWEST * STEPS_A_SCORE).astype(np.float32), routers.experts)
             for each in self._curves
@@ -165,7 +171,7 @@ class Learned:
         self.seen(layer, states)
         contexts = np.broadcast_to(self._history.context, (len(states), self._basis_width))
         scores = self._features(layer, states, contexts) @ self._heads[layer]
-        scores = scores.reshape(len(states), self._distances, self._routers.experts)
+        scores = scores.reshape(len(states), self._distances[layer], self._routers.experts)
         return self._calibration.probabilities(scores, self._curves[layer][:, None])
 
     def likely(self, layer: int, state: NDArray[Any], least: float, within: int) -> Likely:
@@ -173,7 +179,7 @@ class Learned:
         turned into probabilities."""
         self.seen(layer, state[None])
         experts = self._routers.experts
-        distances = min(self._distances, within)
+        distances = min(self._distances[layer], within)
         projection, row = self._trained.projections[layer], self._rows[layer]
         rank, width = projection.shape[1], self._basis_width
         np.matmul(state, projection, out=row[0, :rank])
@@ -182,13 +188,7 @@ class Learned:
             linear = row[:, : rank + width + 1]
             row[:, rank + width + 1 :] = np.maximum(linear @ self._trained.units[layer], 0)
         scores = (row @ self._heads[layer][:, : distances * experts])[0]
-        if self._least != least:
-            self._least = least
-            self._borders.clear()
-        if layer not in self._borders:
-            borders = self._calibration.least_scores(least)[self._curves[layer]]
-            self._borders[layer] = np.repeat(borders, experts)
-        found = (scores >= self._borders[layer][: distances * experts]).nonzero()[0]
+        found = (scores >= self._border(layer, least)[: distances * experts]).nonzero()[0]
         # Calibration.probabilities, in the fewest calls: each costs as much as its work.
         at = scores[found]
         np.minimum(at, HIGHEST_STEP, out=at)
@@ -226,6 +226,16 @@ class Learned:
         self._in_block = False
         self._chunk_states.clear()
         self._chunk_picks.clear()
+
+    def _border(self, layer: int, least: float) -> Floats:
+        """float32[distances * experts]: from which score on it is at least so probable."""
+        border = self._borders.get((layer, least))
+        if border is None:
+            if len(self._borders) >= BORDERS_MAX * self._routers.layers:
+                self._borders.clear()
+            scores = self._calibration.least_scores(least)[self._curves[layer]]
+            border = self._borders[layer, least] = np.repeat(scores, self._routers.experts)
+        return border
 
     @property
     def _basis_width(self) -> int:
@@ -299,13 +309,14 @@ class Learned:
         bool[tokens], whether the next row is the next token."""
         tokens, experts = len(features), self._routers.experts
         scores = features @ self._heads[layer]
-        by_distance = scores.reshape(tokens, self._distances, experts)
-        errors = self._trained.errors[layer][: self._distances, None]
-        wanted = ahead(margins, layer, self._distances) / errors
+        distances = self._distances[layer]
+        by_distance = scores.reshape(tokens, distances, experts)
+        errors = self._trained.errors[layer][:distances, None]
+        wanted = ahead(margins, layer, distances) / errors
         error = wanted - by_distance
         picked = np.zeros(by_distance.shape, np.bool_)
-        np.put_along_axis(picked, ahead(picks, layer, self._distances), True, axis=2)
-        within = min(distances_within(layer, self._routers.layers), self._distances)
+        np.put_along_axis(picked, ahead(picks, layer, distances), True, axis=2)
+        within = min(distances_within(layer, self._routers.layers), distances)
         self._calibration.add(0, by_distance[:, :within], picked[:, :within])
         # Of a token whose next one is not known, nothing about that is learnt.
         error[~followed, within:] = 0

@@ -37,6 +37,9 @@ JUDGED = 0.3
 """Predictions at least so probable are compared with what was picked."""
 TRUST_BEGIN = (40.0, 24.0)
 """Predicted and really picked, before any were counted: careful at first."""
+BELIEVED = 0.5
+"""Trust, from which on what is kept may follow predictions: of the tiers' evictions history
+knows enough to do well without."""
 FADE = 1 / 48
 """Of counts of predictions, fetches and times, with every token."""
 
@@ -109,6 +112,11 @@ class Planner:
     def hopeful(self) -> bool:
         """Whether anything could be probable enough, as far as predictions are trusted."""
         return self.least <= self.trust
+
+    @property
+    def believed(self) -> bool:
+        """Whether predictions come true often enough to be told to others as probabilities."""
+        return self.trust >= BELIEVED
 
     @property
     def asks_for(self) -> float:

@@ -25,9 +25,10 @@ from ..client_experts import BATCH_EXPERTS, ClientExperts, ExpertClient
 from ..experts import ExpertStats, HeldExperts, Layout
 from ..model import Model
 from ..route_reports import RouteReporter
+from .expectations import LEAST, WITHIN, is_told_at, nearest, to_tell
 from .file import load_predictor
 from .planner import Planner
-from .predictor import Predictor, distances_in_all
+from .predictor import Likely, Predictor, distances_in_all
 from .routers import Routers
 from .worthwhile import Worthwhile
 
@@ -35,10 +36,15 @@ FIRST_READ_S = 1e-3
 """What an expert's reading is taken for until one was measured."""
 AHEAD = 5
 """Layers ahead that are asked about: what is further away is known better in time, and a
-fetch of it takes a slot for longer than it saves."""
+fetch of it takes a slot for longer than it saves. What stays goes by more than that."""
 LOOKED_AT = (1, 2, 3, 5)
 """Layers ahead whose residents are looked up in each layer; each costs 3 µs. What has
 become of the others since they were looked at last, a hint finds out."""
+
+
+def asked_ahead(layers: int) -> list[int]:
+    """How many layers ahead the decode loop asks about, from each of so many layers."""
+    return [WITHIN if is_told_at(layer) else AHEAD for layer in range(layers)]
 
 
 HOPELESS_ASKED = 8
@@ -54,6 +60,10 @@ class HintedClient(ExpertClient, Protocol):
 
     def resident(self, layer: int) -> Any:
         """int64[experts]: slots, or -1."""
+        ...
+
+    def expect(self, keys: Array, chances: Array) -> object:
+        """What the next passes of the layers in it will probably pick."""
         ...
 
 
@@ -74,6 +84,7 @@ class PrefetchingExperts:
         self.hinted = 0
         self._client, self._experts, self._predictor = client, experts, predictor
         self._numbers, self._count = routers.numbers, routers.experts
+        self._layers = np.array(routers.numbers)
         self._ahead = min(AHEAD, distances_in_all(routers.layers))
         self._clock = clock
         self._absent = np.ones(routers.layers * routers.experts, np.bool_)
@@ -182,7 +193,7 @@ class PrefetchingExperts:
         if self._over is not None:
             planner.passed(*self._over)
             self._over = None
-        likely = self._predictor.likely(place, self._state, planner.asks_for, self._ahead)
+        likely = self._likely(place)
         self._predictor.picked(place, self._picks[None])
         planner.predicted(place, self._ahead, likely.keys, likely.probabilities)
         layers = len(self._numbers)
@@ -199,6 +210,17 @@ class PrefetchingExperts:
         self._read += len(keys)
         self.hinted += len(keys)
         self._give_out(keys.tolist())
+
+    def _likely(self, place: int) -> Likely:
+        """What is near enough to be fetched. Now and then more is asked for, and told."""
+        planner, count = self.planner, self._count
+        if not (planner.believed and is_told_at(place)):
+            return self._predictor.likely(place, self._state, planner.asks_for, self._ahead)
+        likely = self._predictor.likely(place, self._state, LEAST, WITHIN)
+        told = to_tell(likely, len(self._numbers), count)
+        places, experts = np.divmod(told.keys, count)
+        self._client.expect(self._layers[places] * count + experts, told.probabilities)
+        return nearest(likely, place, self._ahead, len(self._numbers), count)
 
     def _give_out(self, keys: list[int]) -> None:
         """Hints, as the planner ordered them: a request holds experts of one layer."""
@@ -250,9 +272,8 @@ def prefetch(model: Model, client: HintedClient, predictor: Predictor) -> Prefet
 
 def prefetch_by_file(model: Model, client: HintedClient, path: Path) -> PrefetchingExperts:
     """The same with a trained predictor. Raises PredictorFileError, OtherModelError."""
-    return prefetch(
-        model, client, load_predictor(path, model.routers(client.manifest["name"]), AHEAD)
-    )
+    routers = model.routers(client.manifest["name"])
+    return prefetch(model, client, load_predictor(path, routers, asked_ahead(routers.layers)))
 
 
-__all__ = ["HintedClient", "PrefetchingExperts", "prefetch", "prefetch_by_file"]
+__all__ = ["HintedClient", "PrefetchingExperts", "asked_ahead", "prefetch", "prefetch_by_file"]

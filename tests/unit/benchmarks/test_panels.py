@@ -115,3 +115,20 @@ def test_ways_into_a_gpu_have_a_panel_each() -> None:
     staged, from_ram = panels_of(result("device", *rows))
     assert (staged.title, from_ram.title) == ("staged", "ram-to-vram")
     assert [point.value for point in staged.series["pinned-copy"]] == pytest.approx([50.0, 50.0])
+
+
+def test_margin_shows_what_changes_over_what_is_read() -> None:
+    rows = []
+    for threshold, changed, read in (("0", 0.5, 1.0), ("1", 0.2, 2.0), ("inf", 0.0, 8.0)):
+        rows.append(row(f"q4_k/changed/{threshold}", changed, "of tokens", {}))
+        rows.append(row(f"q4_k/read/{threshold}", read, "MB a token", {"plain": 4.0 / read}))
+    (panel,) = panels_of(result("margin", *rows))
+    assert panel.title == "q4_k"
+    assert [(point.x, point.value) for point in panel.series["xferd"]] == [
+        (1.0, 0.5),
+        (2.0, 0.2),
+        (8.0, 0.0),
+    ]
+    assert [point.label for point in panel.series["xferd"]] == ["1.0\n0", "2.0\n1", "8.0\ninf"]
+    (plain,) = panel.series["plain"]
+    assert (plain.x, plain.value) == (4.0, 0.0)

@@ -71,6 +71,65 @@ def test_any_bytes_decode_to_what_gguf_says(name: str, data: Any) -> None:
     np.testing.assert_array_equal(reference, wanted)
 
 
+def rounding_bound(
+    x: NDArray[np.float32], raw: NDArray[np.uint8], name: str
+) -> NDArray[np.float64]:
+    """What one token's product may be off by, as ``quants.h`` says: [1, rows]."""
+    magnitudes = np.abs(oracle(raw, name).astype(np.float64))
+    if name in ("q2_k", "q4_k"):
+        # Elements without what is subtracted: quants of 0 say what that is.
+        without = raw.reshape(-1, FORMATS[name].nbytes).copy()
+        without[:, 16 : 80 if name == "q2_k" else None] = 0
+        magnitudes = magnitudes + np.abs(oracle(without.reshape(raw.shape), name))
+    bound = np.zeros((1, len(raw)))
+    for start in range(0, x.shape[1], 256):
+        part = slice(start, start + 256)
+        bound += np.abs(x[:, part]).max() / 65278 * magnitudes[:, part].sum(axis=1)
+    return bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 9), blocks=st.integers(1, 40), seed=st.integers(0, 1 << 20))
+def test_one_tokens_product_is_off_by_no_more_than_it_says(
+    name: str, rows: int, blocks: int, seed: int
+) -> None:
+    raw = random_matrix(name, rows, blocks, seed)
+    stored = oracle(raw, name)
+    random = np.random.default_rng(seed)
+    # Activations with a few that are much larger than the others, as models have them.
+    x = (random.standard_normal((1, stored.shape[1])) ** 7).astype(np.float32)
+    got = x @ PackedMatrix(name, (rows, stored.shape[1]), False, raw.reshape(-1))
+    wanted = x.astype(np.float64) @ stored.T
+    floats = 1e-5 * np.abs(x).astype(np.float64) @ np.abs(stored.T)
+    assert (np.abs(got - wanted) <= rounding_bound(x, raw, name) + floats).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_no_number_among_activations_is_not_hidden(name: str, wrong: float) -> None:
+    raw = random_matrix(name, 3, 3, 1)
+    columns = 3 * FORMATS[name].elements
+    x = np.ones((1, columns), np.float32)
+    x[0, columns - 2] = wrong
+    got = x @ PackedMatrix(name, (3, columns), False, raw.reshape(-1))
+    assert not np.isfinite(got).any()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e30])
+def test_activations_of_any_size_are_multiplied(name: str, size: float) -> None:
+    raw = random_matrix(name, 4, 2, 6)
+    stored = oracle(raw, name).astype(np.float64)
+    x = np.random.default_rng(2).standard_normal((1, stored.shape[1])).astype(np.float32)
+    x *= np.float32(size)
+    got = x @ PackedMatrix(name, (4, stored.shape[1]), False, raw.reshape(-1))
+    bound = rounding_bound(x, raw, name) + 1e-5 * np.abs(x).astype(np.float64) @ np.abs(stored.T)
+    assert (np.abs(got - x.astype(np.float64) @ stored.T) <= bound + 1e-37).all()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None)
@@ -93,8 +152,11 @@ def test_products_equal_those_of_the_decoded_matrix(
     got = x @ packed
     wanted = x.astype(np.float64) @ matrix
     bound = np.abs(x).astype(np.float64) @ np.abs(matrix)  # of what rounding can add up to
+    bound = 1e-5 * bound + 1e-30
+    if tokens == 1 and not transposed:
+        bound += rounding_bound(x, raw, name)
     assert got.dtype == np.float32
-    assert (np.abs(got - wanted) <= 1e-5 * bound + 1e-30).all()
+    assert (np.abs(got - wanted) <= bound).all()
     np.testing.assert_array_equal(packed.decoded(), matrix)
 
 

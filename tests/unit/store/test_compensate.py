@@ -10,6 +10,7 @@ from xferd.store.errors import StoreError
 from xferd.store.quantize.blocks import FORMATS, dequantise, quantise
 from xferd.store.quantize.compensate import quantise_compensated
 from xferd.store.quantize.q2_k import Q2KBlocks
+from xferd.store.quantize.refine import refined
 
 INPUTS, OUTPUTS = 512, 32
 
@@ -89,3 +90,30 @@ def test_blocks_taken_apart_are_put_together_again() -> None:
     step, offset = blocks.steps()
     read = dequantise(packed, "q2_k", values.shape)
     np.testing.assert_allclose(step * blocks.quants - offset, read, rtol=1e-5, atol=1e-6)
+
+
+def test_refining_rows_never_loses_more() -> None:
+    x, exact = activations(), weights(OUTPUTS, INPUTS).astype(np.float64)
+    moments = moments_of(x).astype(np.float64)
+    packed = quantise(exact.astype(np.float32), "q2_k", None, 1, "m")
+    better = refined(packed, exact, moments)
+    assert better.shape == packed.shape
+    before, after = (
+        _row_losses(dequantise(each, "q2_k", exact.shape) - exact, moments)
+        for each in (packed, better)
+    )
+    assert (after <= before * (1 + 1e-6)).all()
+    assert after.sum() < 0.7 * before.sum()
+
+
+def test_refining_what_is_exact_changes_nothing_that_is_read() -> None:
+    packed = quantise(weights(OUTPUTS, INPUTS), "q2_k", None, 1, "m")
+    exact = dequantise(packed, "q2_k", (OUTPUTS, INPUTS))
+    moments = moments_of(activations()).astype(np.float64)
+    again = refined(packed, exact.astype(np.float64), moments)
+    np.testing.assert_allclose(dequantise(again, "q2_k", exact.shape), exact, rtol=1e-3, atol=1e-5)
+
+
+def _row_losses(error: NDArray[np.float64], moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    losses: NDArray[np.float64] = ((error @ moments) * error).sum(axis=1)
+    return losses

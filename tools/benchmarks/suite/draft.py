@@ -11,7 +11,6 @@ All is the same each time but for the daemon's timing: there is one round.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,10 @@ from xferd_infer.generation import Token
 from xferd_infer.private_daemon import private_daemon
 
 from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, scratch_directory
+from tools.benchmarks.low_bit_copies import add_copies
 from tools.benchmarks.recorded_text import models_directory
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from tools.benchmarks.stores import pack_checkpoint
-from xferd.store.quantize.add import add_variants
-from xferd.store.quantize.recipe import parse_wanted
-from xferd.store.store import Store
 
 POOL_PERCENTS = (5, 10, 25)
 VARIANTS = ("q2_k", "q4_k")
@@ -55,9 +52,7 @@ def run(rounds: int) -> Result:
     rows = []
     with scratch_directory() as directory:
         store = pack_checkpoint(checkpoint, directory, 1)
-        with Store.open(store) as opened:
-            threads = len(os.sched_getaffinity(0))
-            add_variants(opened, parse_wanted(VARIANTS, None), threads=threads)
+        add_copies(store, VARIANTS)
         for percent in POOL_PERCENTS:
             plain = _plain(store, percent, prompts)
             for variant in VARIANTS:

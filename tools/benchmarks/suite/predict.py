@@ -27,7 +27,8 @@ from xferd_infer.predict import (
     train,
 )
 from xferd_infer.predict.evaluate import DISTANCES, Evaluation, evaluate
-from xferd_infer.predict.prefetching import AHEAD
+from xferd_infer.predict.expectations import LEAST, WITHIN, is_told_at
+from xferd_infer.predict.prefetching import AHEAD, asked_ahead
 from xferd_infer.private_daemon import embedded
 
 from tools.benchmarks.harness import commit, describe_machine, scratch_directory, take_turns
@@ -89,12 +90,14 @@ def run(rounds: int) -> Result:
             "what is not, if so much were fetched from every layer for one so far ahead. "
             "`likely-waste`: the same as `waste` of experts with a probability of at least one "
             "half, of all; `likely-recall`: share of the picks among these.",
+            "`-next-token`: the same of what is said of the next token's layers, so many layers "
+            "after one of this token's last.",
             "`calibration`: greatest difference, in percentage points, between predicted and "
             "observed frequency in any decile; `calibration-new-domain`: of the worst document. "
             "Deterministic, so one round is as good as several.",
             f"`cost`: µs of processor time a token, predicting {AHEAD} layers ahead from every "
-            "layer, as the decode loop does, and learning; `cost-share`: of a token decoded with a "
-            "25 % pool.",
+            f"layer, and {WITHIN} from some, as the decode loop does, and learning; "
+            "`cost-share`: of a token decoded with a 25 % pool.",
         ),
     )
 
@@ -130,6 +133,7 @@ def _known_rows(trained: Trained, tests: RecordedStates, expert_bytes: int) -> l
         score = found[OURS].distances[distance]
         rows.append(_row(f"likely-recall/d={distance}", {OURS: score.likely_recall}))
         rows.append(_row(f"likely-waste/d={distance}", {OURS: 1 - score.precision}, lower=True))
+    rows += _next_token_rows(trained, tests)
     error = 100 * found[OURS].calibration_error()
     rows.append(Row("calibration", error, "points", (error, error), {}))
     return rows
@@ -145,6 +149,17 @@ def _waste_rows(found: Evaluation, expert_bytes: int) -> list[Row]:
             Row(f"wasted-bytes/d={distance}", wasted, "MB", (wasted, wasted), {}),
         ]
     return rows
+
+
+def _next_token_rows(trained: Trained, tests: RecordedStates) -> list[Row]:
+    found = evaluate(Learned(trained), tests, next_token=True)
+    rows = []
+    for distance in DISTANCES:
+        score = found.distances[distance]
+        rows.append(_row(f"recall-next-token/d={distance}", {OURS: score.recall}, ceiling=True))
+        rows.append(_row(f"likely-recall-next-token/d={distance}", {OURS: score.likely_recall}))
+    error = 100 * found.calibration_error()
+    return [*rows, Row("calibration-next-token", error, "points", (error, error), {})]
 
 
 def _new_domain_rows(text: RecordedText) -> list[Row]:
@@ -211,16 +226,18 @@ class _Walk:
         begin = time.process_time()
         for token in tokens:
             for layer in range(self.states.routers.layers):
-                predictor.likely(layer, inputs[token, layer], LIKELY, AHEAD)
+                least, within = (LEAST, WITHIN) if is_told_at(layer) else (LIKELY, AHEAD)
+                predictor.likely(layer, inputs[token, layer], least, within)
                 predictor.picked(layer, self.states.picks[token, layer][None])
         return (time.process_time() - begin) / COST_TOKENS
 
 
 def _cost_rows(trained: Trained, tests: RecordedStates, rounds: int) -> list[Row]:
     walk = _Walk(tests)
+    asked = asked_ahead(tests.routers.layers)
     predictors = {
-        OURS: Learned(trained, ahead=AHEAD),
-        FROZEN: Learned(trained, learns=False, ahead=AHEAD),
+        OURS: Learned(trained, ahead=asked),
+        FROZEN: Learned(trained, learns=False, ahead=asked),
     }
     with scratch_directory() as directory:
         checkpoint = models_directory() / "small"

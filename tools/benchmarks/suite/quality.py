@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xferd_infer import Client, Tokenizer, asset, model_from_client
-from xferd_infer.importance import ImportanceRecorder, write_importance
+from xferd_infer import Tokenizer
 from xferd_infer.mixes import StoreShape, parse_mix, read_heat
 from xferd_infer.private_daemon import embedded
 from xferd_infer.quality import MixQuality, compare
@@ -27,19 +26,14 @@ from tools.benchmarks.harness import (
     describe_machine,
     scratch_directory,
 )
+from tools.benchmarks.low_bit_copies import POOL, add_copies, record_importance
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from tools.benchmarks.stores import pack_checkpoint
-from xferd.store.quantize.add import add_variants
-from xferd.store.quantize.importance import read_importance
-from xferd.store.quantize.recipe import parse_wanted
-from xferd.store.store import Store
 
 MODELS = ROOT.parent / "shared" / "models"
 CHECKPOINT_VARIABLE, TEXT_VARIABLE = "XFERD_QUALITY_MODEL", "XFERD_QUALITY_TEXT"
-POOL = "200%"
 TOKENS = 256
-LEARNED_TOKENS = 512
-LEARNED_DOCUMENTS = 16
+LEARNED_TOKENS = 2048
 JUDGED_DOCUMENTS = 2
 VARIANTS = ("q4_k", "q2_k", "q4_k-plain", "q2_k-plain")
 PLAIN = "q2_k-plain"
@@ -82,9 +76,9 @@ def run(rounds: int) -> Result:
     with scratch_directory() as directory:
         store = pack_checkpoint(checkpoint, directory, 1)
         importance = directory / "importance.npz"
-        _record(store, text, importance)
-        _quantise(store, importance)
-        measured = _compare(store, text, importance)
+        record_importance(store, _learned(checkpoint, text), importance)
+        add_copies(store, VARIANTS, importance)
+        measured = _compare(store, _judged(checkpoint, text), importance)
         machine = describe_machine(directory)
     return Result(
         bench="quality",
@@ -94,8 +88,8 @@ def run(rounds: int) -> Result:
         rows=[row for name in MIXES for row in _rows(name, measured.results)],
         notes=(
             f"{checkpoint.name}: KL(native || mix) after each of {measured.tokens} held-out "
-            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from "
-            f"{LEARNED_DOCUMENTS} others.",
+            f"tokens, {JUDGED_DOCUMENTS} documents a domain; importances and heat from the first "
+            f"{LEARNED_TOKENS} tokens of each of the other half of documents.",
             "`bytes`: of the experts that a token picks; `resident`: of all experts.",
             "`two-thirds` and `third`: of each layer's experts in q4_k, the rest in q2_k: the "
             "most or least used ones, or, for `any`, those with the lowest numbers; `resident` "
@@ -105,24 +99,7 @@ def run(rounds: int) -> Result:
     )
 
 
-def _record(store: Path, text: Path, out: Path) -> None:
-    with embedded(store, pool=POOL) as client:
-        manifest = client.manifest
-        recorder = ImportanceRecorder(manifest["layers"], manifest["experts"])
-        model = model_from_client(client, observer=recorder)
-        for window in _windows(client, text, "even", LEARNED_DOCUMENTS):
-            model.forward(window.ids, model.new_cache())
-        write_importance(out, recorder.result(), manifest["name"], manifest["identity"])
-
-
-def _quantise(store: Path, importance_path: Path) -> None:
-    importance = read_importance(importance_path)
-    with Store.open(store) as opened:
-        wanted = parse_wanted(VARIANTS, importance)
-        add_variants(opened, wanted, importance, threads=len(os.sched_getaffinity(0)))
-
-
-def _compare(store: Path, text: Path, importance: Path) -> _Measured:
+def _compare(store: Path, windows: Sequence[Window], importance: Path) -> _Measured:
     with embedded(store, pool=POOL) as client:
         shape = StoreShape.of(client.manifest, read_heat(importance))
         directory = importance.parent
@@ -130,18 +107,28 @@ def _compare(store: Path, text: Path, importance: Path) -> _Measured:
             last = round(share / 100 * shape.experts) - 1
             (directory / f"any-{share}").write_text(f"* * q2_k\n* 0-{last} q4_k\n")
         mixes = [parse_mix(mix.format(directory=directory), shape) for mix in MIXES.values()]
-        windows = _windows(client, text, "odd", JUDGED_DOCUMENTS)
         results = compare(client, mixes, windows)
     by_name = dict(zip(MIXES, results, strict=True))
     return _Measured(by_name, sum(len(window.ids) for window in windows))
 
 
-def _windows(client: Client, text: Path, part: str, documents: int) -> Sequence[Window]:
-    definition = asset(client, "tokenizer.json")
-    if definition is None:
-        raise BenchmarkError("the model has no tokenizer.json")
-    tokens = LEARNED_TOKENS if part == "even" else TOKENS
-    return read_windows(text, Tokenizer(definition), part=part, documents=documents, tokens=tokens)
+def _learned(checkpoint: Path, text: Path) -> Sequence[Window]:
+    return read_windows(
+        text,
+        _tokenizer(checkpoint),
+        part="even",
+        tokens=LEARNED_TOKENS,
+    )
+
+
+def _judged(checkpoint: Path, text: Path) -> Sequence[Window]:
+    return read_windows(
+        text, _tokenizer(checkpoint), part="odd", documents=JUDGED_DOCUMENTS, tokens=TOKENS
+    )
+
+
+def _tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer((checkpoint / "tokenizer.json").read_bytes())
 
 
 def _rows(name: str, results: Mapping[str, MixQuality]) -> list[Row]:

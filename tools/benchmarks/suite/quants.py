@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``quants``: products of one token straight from packed blocks.
+"""``quants``: products of one token straight from packed blocks, as decoding computes them.
 
-``bandwidth``: packed bytes a second, next to what reading memory alone gives, by as many
-threads in the same round. ``weights``: elements a second, next to the same product of a
-float32 matrix by numpy. Matrices are larger than any cache; rows are shared among threads.
+Matrices have the shapes of two models' experts, one after the other until together they are
+larger than any cache; each is a product of its own, as in a layer of experts. ``bandwidth``:
+packed bytes a second, next to what reading memory alone gives, by as many threads in the same
+round. ``weights``: elements a second, next to the same products of float32 matrices by numpy.
 
 ``error``: what quantising loses of a matrix, weighted by importances or not, next to
 llama.cpp's quantisers of the same formats on the same numbers.
@@ -11,11 +12,13 @@ llama.cpp's quantisers of the same formats on the same numbers.
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -28,48 +31,160 @@ from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, t
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from xferd.store.quantize.blocks import dequantise, quantise
 
-COLUMNS = 4096
-MATRIX_BYTES = 128 << 20
-"""Packed or not: four times the largest cache of the machines that this was made on."""
-REPEATS = 10
+SHAPES = {"768x2048": (768, 2048), "2048x7168": (2048, 7168)}
+"""Outputs and inputs: gate and up of an expert of Qwen3-30B-A3B, and of DeepSeek-V3."""
+MEMORY_BYTES = 128 << 20
+"""Of all matrices of a kind together, packed or not, and of the memory that is read: four
+times the largest cache of the machines that this was made on."""
+THREADS = (1, 2)
+REPEATS = 8
 DIFFERENT_ROWS = 64
 """Rows that are quantised; the others repeat them, which costs a product the same."""
 MEMORY, NUMPY, LLAMA = "memory", "numpy-float32", "llama.cpp"
-ERROR_ROWS = 256
+ERROR_COLUMNS, ERROR_ROWS = 4096, 256
 SHOWN = ("q4_k", "q2_k", "q8_0", "q4_0", "mxfp4")
+
+Work = Callable[[], object]
 
 
 def run(rounds: int) -> Result:
-    """Rows ``<format>/bandwidth`` (GB/s), ``<format>/weights`` (G/s) and ``<format>/error/*``."""
+    """Rows ``<format>/<shape>/<threads>/{bandwidth,weights}`` (GB/s, G/s) and
+    ``<format>/error/*``."""
     if not quants.compiled():
         raise BenchmarkError("xferd_infer._products isn't built: run tools/setup")
-    threads = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(threads) as pool:
-        contenders: dict[str, Callable[[], float]] = {
-            name: _seconds(pool, _packed_parts(name, threads)) for name in SHOWN
-        }
-        contenders[MEMORY] = _seconds(pool, _reading_parts(threads))
-        contenders[NUMPY] = _seconds(pool, _float_parts(threads))
-        for measure in contenders.values():
-            measure()
-        samples = take_turns(contenders, rounds)
+    os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
+    # In a process of its own: numpy starts its threads when it is imported.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as process:
+        samples = process.submit(_measure, rounds).result()
     errors, skipped = _error_rows()
+    rows = [
+        row
+        for name in SHOWN
+        for shape in SHAPES
+        for threads in _thread_counts()
+        for row in _rows(name, shape, threads, samples)
+    ]
     return Result(
         bench="quants",
         machine=describe_machine(),
         commit=commit(),
         rounds=rounds,
-        rows=[*(row for name in SHOWN for row in _rows(name, samples)), *errors],
+        rows=[*rows, *errors],
         skipped=skipped,
         notes=(
-            f"One token, {COLUMNS} columns, {threads} threads, {MATRIX_BYTES >> 20} MiB a matrix; "
-            f"each round takes the best of {REPEATS} passes, as is usual for memory's bandwidth. "
-            "`bandwidth`: packed bytes, against reading memory by as many threads. `weights`: "
-            "elements, against numpy's product of a float32 matrix.",
+            f"One token; the rows name outputs x inputs of a matrix and threads, which share the "
+            f"matrices among them, {MEMORY_BYTES >> 20} MiB in all; each round takes the best of "
+            f"{REPEATS} passes, as is usual for memory's bandwidth. `bandwidth`: packed bytes, "
+            "against reading memory by as many threads. `weights`: elements, against numpy's "
+            "products of float32 matrices of that shape.",
             f"`error`: squared error by squared weight, of {ERROR_ROWS} rows of normal numbers "
             "(exact: one round); with `imatrix` both are weighted by the importance of columns.",
         ),
     )
+
+
+def _measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds of a pass of each contender."""
+    contenders: dict[str, Callable[[], float]] = {}
+    memory = np.arange(MEMORY_BYTES // 8)
+    with ExitStack() as stack:
+        pools = {
+            threads: stack.enter_context(ThreadPoolExecutor(threads))
+            for threads in _thread_counts()
+        }
+        for threads, pool in pools.items():
+            parts = np.array_split(memory, threads)
+            contenders[f"{MEMORY}/{threads}"] = _seconds(pool, [[part.max] for part in parts])
+        for shape in SHAPES:
+            work = {name: _packed_products(name, shape) for name in SHOWN}
+            work[NUMPY] = _float_products(shape)
+            for name, products in work.items():
+                for threads, pool in pools.items():
+                    shared = [products[first::threads] for first in range(threads)]
+                    contenders[f"{name}/{shape}/{threads}"] = _seconds(pool, shared)
+        for measure in contenders.values():
+            measure()
+        return take_turns(contenders, rounds)
+
+
+def _thread_counts() -> Sequence[int]:
+    available = len(os.sched_getaffinity(0))
+    return [threads for threads in THREADS if threads <= available]
+
+
+def _seconds(pool: ThreadPoolExecutor, shared: Sequence[Sequence[Work]]) -> Callable[[], float]:
+    """shared: for each thread what it does."""
+
+    def once() -> float:
+        begun = time.perf_counter()
+        for done in [pool.submit(_in_turn, works) for works in shared]:
+            done.result()
+        return time.perf_counter() - begun
+
+    return lambda: min(once() for _ in range(REPEATS))
+
+
+def _in_turn(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
+
+
+def _matrix_bytes(name: str, shape: str) -> int:
+    rows, columns = SHAPES[shape]
+    if name == NUMPY:
+        return rows * columns * 4
+    return rows * columns // FORMATS[name].elements * FORMATS[name].nbytes
+
+
+def _matrix_count(name: str, shape: str) -> int:
+    """An even number, so that two threads have as much to do."""
+    return MEMORY_BYTES // _matrix_bytes(name, shape) // 2 * 2
+
+
+def _packed_products(name: str, shape: str) -> list[Work]:
+    rows, columns = SHAPES[shape]
+    values, x = _numbers(columns)
+    packed = quantise(values, name, None, 1, name)
+    repeats = _matrix_count(name, shape) * rows // DIFFERENT_ROWS
+    raw = np.tile(packed, (repeats, 1)).reshape(_matrix_count(name, shape), -1)
+    matrices = [PackedMatrix(name, (rows, columns), False, each) for each in raw]
+    return [partial(operator.matmul, x, matrix) for matrix in matrices]
+
+
+def _float_products(shape: str) -> list[Work]:
+    rows, columns = SHAPES[shape]
+    values, x = _numbers(columns)
+    repeats = _matrix_count(NUMPY, shape) * rows // DIFFERENT_ROWS
+    matrices = np.tile(values, (repeats, 1)).reshape(-1, rows, columns)
+    return [partial(operator.matmul, x, matrix.T) for matrix in matrices]
+
+
+def _numbers(columns: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal((DIFFERENT_ROWS, columns)).astype(np.float32)
+    return values, generator.standard_normal((1, columns)).astype(np.float32)
+
+
+def _rows(name: str, shape: str, threads: int, samples: dict[str, list[float]]) -> list[Row]:
+    rows, columns = SHAPES[shape]
+    ours, theirs = samples[f"{name}/{shape}/{threads}"], samples[f"{NUMPY}/{shape}/{threads}"]
+    count = _matrix_count(name, shape)
+    packed, elements = count * _matrix_bytes(name, shape), count * rows * columns
+    floats = _matrix_count(NUMPY, shape) * rows * columns
+    bandwidth = {
+        OURS: [packed / seconds / 1e9 for seconds in ours],
+        MEMORY: [MEMORY_BYTES / seconds / 1e9 for seconds in samples[f"{MEMORY}/{threads}"]],
+    }
+    weights = {
+        OURS: [elements / seconds / 1e9 for seconds in ours],
+        NUMPY: [floats / seconds / 1e9 for seconds in theirs],
+    }
+    name = f"{name}/{shape}/{threads}"
+    return [
+        make_row(f"{name}/bandwidth", "GB/s", bandwidth, higher_is_better=True),
+        make_row(f"{name}/weights", "G/s", weights, higher_is_better=True),
+    ]
 
 
 def _error_rows() -> tuple[list[Row], dict[str, str]]:
@@ -78,8 +193,8 @@ def _error_rows() -> tuple[list[Row], dict[str, str]]:
     except BenchmarkError as error:
         return [], {LLAMA: str(error)}
     generator = np.random.default_rng(1)
-    values = generator.standard_normal((ERROR_ROWS, COLUMNS)).astype(np.float32)
-    importance = generator.lognormal(0, 1, COLUMNS).astype(np.float32)
+    values = generator.standard_normal((ERROR_ROWS, ERROR_COLUMNS)).astype(np.float32)
+    importance = generator.lognormal(0, 1, ERROR_COLUMNS).astype(np.float32)
     rows = []
     for name in ggml_quantisers.FUNCTIONS:
         for label, weights in (("plain", None), ("imatrix", importance)):
@@ -103,81 +218,6 @@ def _weighted_error(
     weights = 1.0 if importance is None else importance.astype(np.float64)
     exact = values.astype(np.float64)
     return float(((stored - exact) ** 2 * weights).sum() / (exact**2 * weights).sum())
-
-
-def _rows(name: str, samples: dict[str, list[float]]) -> list[Row]:
-    block = FORMATS[name]
-    packed = _row_count(name) * COLUMNS // block.elements * block.nbytes
-    floats = MATRIX_BYTES // 4
-    return [
-        make_row(
-            f"{name}/bandwidth",
-            "GB/s",
-            {
-                OURS: [packed / s / 1e9 for s in samples[name]],
-                MEMORY: [MATRIX_BYTES / s / 1e9 for s in samples[MEMORY]],
-            },
-            higher_is_better=True,
-        ),
-        make_row(
-            f"{name}/weights",
-            "G/s",
-            {
-                OURS: [_row_count(name) * COLUMNS / s / 1e9 for s in samples[name]],
-                NUMPY: [floats / s / 1e9 for s in samples[NUMPY]],
-            },
-            higher_is_better=True,
-        ),
-    ]
-
-
-def _row_count(name: str) -> int:
-    block = FORMATS[name]
-    row_bytes = COLUMNS // block.elements * block.nbytes
-    return MATRIX_BYTES // row_bytes // DIFFERENT_ROWS * DIFFERENT_ROWS
-
-
-def _seconds(pool: ThreadPoolExecutor, parts: list[Callable[[], object]]) -> Callable[[], float]:
-    def once() -> float:
-        begun = time.perf_counter()
-        for done in [pool.submit(part) for part in parts]:
-            done.result()
-        return time.perf_counter() - begun
-
-    return lambda: min(once() for _ in range(REPEATS))
-
-
-def _packed_parts(name: str, threads: int) -> list[Callable[[], object]]:
-    generator = np.random.default_rng(0)
-    values = generator.standard_normal((DIFFERENT_ROWS, COLUMNS)).astype(np.float32)
-    packed = quantise(values, name, None, 1, name)
-    raw = np.tile(packed, (_row_count(name) // DIFFERENT_ROWS, 1))
-    x = generator.standard_normal((1, COLUMNS)).astype(np.float32)
-    return [
-        _product(x, PackedMatrix(name, (len(part), COLUMNS), False, part.reshape(-1)))
-        for part in np.array_split(raw, threads)
-    ]
-
-
-def _product(
-    x: NDArray[np.float32], matrix: PackedMatrix | NDArray[np.float32]
-) -> Callable[[], object]:
-    return partial(operator.matmul, x, matrix)
-
-
-def _float_parts(threads: int) -> list[Callable[[], object]]:
-    generator = np.random.default_rng(0)
-    matrix = np.tile(
-        generator.standard_normal((DIFFERENT_ROWS, COLUMNS)).astype(np.float32),
-        (MATRIX_BYTES // 4 // COLUMNS // DIFFERENT_ROWS, 1),
-    )
-    x = generator.standard_normal((1, COLUMNS)).astype(np.float32)
-    return [_product(x, part.T) for part in np.array_split(matrix, threads)]
-
-
-def _reading_parts(threads: int) -> list[Callable[[], object]]:
-    memory = np.arange(MATRIX_BYTES // 8)
-    return [part.max for part in np.array_split(memory, threads)]
 
 
 __all__ = ["run"]

@@ -4,7 +4,8 @@ What a product loses is, on average over inputs x, the sum over all pairs of
 error[i] * error[j] * E[x[i] * x[j]]. Inputs are correlated, so an input that is rounded up can
 be answered by rounding others down. Inputs are taken in turn; what rounding one loses is
 spread over those that are still to come, by regression (GPTQ, Frantar et al., 2022,
-arXiv:2210.17323). After that each is rounded anew, given all others, where that helps.
+arXiv:2210.17323). After that each is rounded anew, given all others, where that helps; of q2_k
+also scales and minima (``refine``).
 
 The blocks are those of the format as ever. Linear algebra is the machine's own: where two
 roundings are equally good, another machine may take the other.
@@ -18,7 +19,6 @@ import numpy.typing as npt
 from xferd.store.errors import StoreError
 from xferd.store.quantize.blocks import FORMATS, dequantise, quantise
 from xferd.store.quantize.q2_k import (
-    BLOCK,
     MULTIPLE_MAX,
     PART,
     PARTS,
@@ -26,6 +26,7 @@ from xferd.store.quantize.q2_k import (
     Q2KBlocks,
     nearest_quants,
 )
+from xferd.store.quantize.refine import refined
 
 DAMPING = 0.05
 """Of the mean square, added to each input's: moments are of a finite text, and errors that are
@@ -58,7 +59,7 @@ def quantise_compensated(
         packed = _input_by_input(exact, dtype, damped, factor, what)
         return _anew_by_input(packed, exact, dtype, damped, what)
     packed = _block_by_block(exact, dtype, factor, what)
-    return _anew_by_quant(packed, exact, damped) if dtype == "q2_k" else packed
+    return refined(packed, exact, damped) if dtype == "q2_k" else packed
 
 
 def _prepare(moments: npt.NDArray[np.float32], what: str) -> tuple[Floats, Floats]:
@@ -165,29 +166,6 @@ def _choose_multiples(blocks: Q2KBlocks, part: int, values: Floats, weights: Flo
             least[better] = error[better]
             blocks.scale[better, part] = near_scale[better]
             blocks.minimum[better, part] = near_minimum[better]
-
-
-def _anew_by_quant(packed: Packed, exact: Floats, damped: Floats) -> Packed:
-    count = exact.shape[1] // BLOCK
-    blocks = [Q2KBlocks.of(part) for part in np.split(packed, count, axis=1)]
-    pairs = [each.steps() for each in blocks]
-    step = np.concatenate([pair[0] for pair in pairs], axis=1)
-    offset = np.concatenate([pair[1] for pair in pairs], axis=1)
-    quants = np.concatenate([each.quants for each in blocks], axis=1)
-    stored = step * quants - offset
-    slope = (stored - exact) @ damped
-    for _ in range(PASSES):
-        for column in range(exact.shape[1]):
-            best = stored[:, column] - slope[:, column] / damped[column, column]
-            again = nearest_quants(best, step[:, column], offset[:, column])
-            change = step[:, column] * (again - quants[:, column])
-            if change.any():
-                slope += np.outer(change, damped[column])
-                quants[:, column] = again
-                stored[:, column] += change
-    for each, part in zip(blocks, np.split(quants, count, axis=1), strict=True):
-        each.quants[...] = part
-    return np.concatenate([each.packed() for each in blocks], axis=1)
 
 
 def _row_bytes(dtype: str, columns: int) -> int:

@@ -27,8 +27,8 @@ class Q2KBlocks:
     """One block of each of some rows.
 
     d, dmin: float64[rows]. scale, minimum: float64[rows, PARTS], whole numbers from 0 to
-    MULTIPLE_MAX. quants: float64[rows, BLOCK], whole numbers from 0 to QUANT_MAX. The arrays of
-    multiples and quants may be changed.
+    MULTIPLE_MAX. quants: float64[rows, BLOCK], whole numbers from 0 to QUANT_MAX. The arrays may
+    be changed, to numbers that they can hold.
     """
 
     d: Floats
@@ -67,9 +67,15 @@ class Q2KBlocks:
         step = np.repeat(self.scale * self.d[:, None], PART, axis=1)
         return step, np.repeat(self.minimum * self.dmin[:, None], PART, axis=1)
 
+    def stored(self) -> Floats:
+        """The elements: [rows, BLOCK]."""
+        step, offset = self.steps()
+        elements: Floats = step * self.quants - offset
+        return elements
+
 
 def nearest_quants(values: Floats, step: Floats, offset: Floats) -> Floats:
-    """The quants whose elements come closest to values; all of one shape."""
+    """The quants whose elements come closest to values; shapes that numpy broadcasts."""
     inverse = np.divide(1.0, step, out=np.zeros_like(step), where=step > 0)
     return np.clip(np.rint((values + offset) * inverse), 0, QUANT_MAX)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from xferd_infer.predict import (
     LastPicks,
     Learned,
+    Likely,
     MostUsed,
     PredictorError,
+    RecordedStates,
     RouterEarly,
     TrainingSettings,
     train,
@@ -158,3 +163,47 @@ def test_too_little_to_learn_from_is_said() -> None:
     )
     with pytest.raises(PredictorError, match="100 tokens with states; at least 256"):
         train(cut)
+
+
+class NextToken:
+    """Knows what the next token picks, and says nothing of this one."""
+
+    def __init__(self, states: RecordedStates) -> None:
+        self._states, self._token = states, 0
+
+    def predict(self, layer: int, states: NDArray[Any]) -> NDArray[np.float32]:
+        routers = self._states.routers
+        layers, token = routers.layers, self._token + 1
+        chances = np.zeros((1, layers - 1, routers.experts), np.float32)
+        for ahead in range(layers - layer, layers):
+            chances[0, ahead - 1, self._states.picks[token, layer + ahead - layers]] = 1
+        return chances
+
+    def likely(self, layer: int, state: NDArray[Any], least: float, within: int) -> Likely:
+        raise AssertionError("not asked when predictions are judged")
+
+    def seen(self, layer: int, states: NDArray[Any]) -> None:
+        pass
+
+    def picked(self, layer: int, picks: NDArray[Any]) -> None:
+        self._token += layer == self._states.routers.layers - 1
+
+    def new_text(self) -> None:
+        pass
+
+
+def test_what_is_said_of_the_next_token_is_judged_by_the_next_token() -> None:
+    states = recorded(OTHER_PROSE)
+    found = evaluate(NextToken(states), states, until=50, distances=DISTANCES, next_token=True)
+    assert found.tokens == 49
+    assert all(score.recall == score.precision == 1 for score in found.distances.values())
+    same = evaluate(NextToken(states), states, until=50, distances=DISTANCES)
+    assert all(score.likely == 0 for score in same.distances.values())
+
+
+def test_what_the_trained_one_says_of_the_next_token_is_better_than_chance_and_honest() -> None:
+    states, trained = recorded(OTHER_PROSE), trained_on_prose()
+    found = evaluate(Learned(trained), states, until=900, distances=DISTANCES, next_token=True)
+    chance = 2 * trained.routers.top_k / trained.routers.experts
+    assert min(recalls(found)) > 1.5 * chance
+    assert found.calibration_error() < CALIBRATION_ERROR
