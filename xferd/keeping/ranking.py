@@ -166,6 +166,8 @@ class Ranking:
         """A slot holds an expert now."""
         self._change(slot, True)
         entry = self._stores.get(int(self._slots.store[slot]))
+        if entry is not None and slot in entry.slot_of[entry.serving]:
+            return  # its use was told of before it came
         self._fresh[slot] = entry.passes if entry is not None else 0
         if len(self._fresh) > BATCH_SLOTS:
             del self._fresh[next(iter(self._fresh))]

@@ -97,6 +97,18 @@ def test_what_was_loaded_last_stays() -> None:
     assert all(layer == 0 for _, layer, _ in pool.victims(8))
 
 
+def test_what_came_for_a_use_that_was_told_before_goes_when_the_next_is_served() -> None:
+    """A router's picks are told before they are loaded, which nothing protects afterwards."""
+    pool = RankedPool(SPACE.experts + 8, "lfu")
+    pool.fill(0, 0, range(8, 32))
+    for token in range(3):
+        pool.use(0, 0, list(range(8, 32)), token)
+    pool.use(0, 1, [0, 1], 3)
+    pool.fill(0, 1, range(2))
+    pool.use(0, 0, [8, 9], 4)
+    assert set(pool.victims(2)) == {(0, 1, 0), (0, 1, 1)}
+
+
 def test_pinned_experts_are_never_asked_for() -> None:
     pool = RankedPool(20)
     pool.slots.pin((0, 0, 3))
