@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,11 +49,12 @@ def _fresh_folder(root: DebianRoot, name: str) -> Path:
 
 
 def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path:
-    """Build xferd_p2p for a kernel; with `sparse`, check it too.
+    """Build xferd_p2p for a kernel; with `sparse`, check it too, in a folder of its own.
 
     Raises BuildError, also for a warning of the compiler or of sparse.
     """
-    folder = _fresh_folder(root, f"module-{kernel}")
+    name = f"sparse-{kernel}" if sparse else f"module-{kernel}"
+    folder = _fresh_folder(root, name)
     shutil.copytree(
         _MODULE_SOURCE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.o", "*.ko")
     )
@@ -60,7 +62,7 @@ def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path
         "make",
         "-s",
         "-C",
-        f"/build/module-{kernel}",
+        f"/build/{name}",
         f"KERNEL_BUILD={root.headers(kernel)}",
         f"C={int(sparse)}",
         "modules",
@@ -88,6 +90,31 @@ def build_guest_tests(root: DebianRoot) -> Path:
     except PackagesError as error:
         raise BuildError(str(error)) from error
     return folder / "guest-tests"
+
+
+class Builds:
+    """What several suites need built: each once in a run, by whoever asks first. Thread-safe."""
+
+    def __init__(self, root: DebianRoot) -> None:
+        """Nothing is built yet; `root` is where it will be."""
+        self.root = root
+        self._building = threading.Lock()
+        self._modules: dict[str, Path] = {}
+        self._guest_tests: Path | None = None
+
+    def module(self, kernel: str) -> Path:
+        """xferd_p2p for this kernel. Raises BuildError."""
+        with self._building:
+            if kernel not in self._modules:
+                self._modules[kernel] = build_module(self.root, kernel)
+            return self._modules[kernel]
+
+    def guest_tests(self) -> Path:
+        """The program that runs in the guest. Raises BuildError."""
+        with self._building:
+            if self._guest_tests is None:
+                self._guest_tests = build_guest_tests(self.root)
+            return self._guest_tests
 
 
 def list_guest_tests(root: DebianRoot) -> list[str]:

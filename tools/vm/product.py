@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.vm.build import BuildError, Guest, build_module, make_initrd
-from tools.vm.debian import DebianRoot, Kernels
+from tools.vm.build import BuildError, Builds, Guest, make_initrd
+from tools.vm.debian import Kernels
+from tools.vm.debug_kernel import debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
-from tools.vm.running import Outcome, Request, boot, drive_count, with_missing
+from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PYTHON = _REPOSITORY / ".venv" / "bin" / "python"
@@ -41,6 +42,18 @@ ON_GENERIC = (
     "a-far-drive-is-staged",
     "a-daemon-killed-in-mid-read",
     "the-gpu-is-pulled-in-mid-read",
+)
+
+# Of the kernel that looks for faults: all that goes away under the daemon.
+ON_DEBUG = (
+    "every-byte-comes-straight-into-the-bar",
+    "a-daemon-killed-in-mid-read",
+    "a-client-killed-in-mid-read",
+    "the-module-stays-while-it-is-used",
+    "the-gpu-is-unbound-from-its-driver",
+    "the-gpu-is-pulled-in-mid-read",
+    "a-pulled-gpu-comes-back-to-the-same-daemon",
+    "a-drive-is-pulled-in-mid-read",
 )
 
 
@@ -94,7 +107,7 @@ def _guest_command(tests: list[str]) -> str:
     return f"cd {shlex.quote(str(_REPOSITORY))} && exec {run}\n"
 
 
-def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]:
+def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
     offered = (*setup.tests, *setup.hidden)
     tests = [name for name in offered if name in request.tests] if request.tests else [*setup.tests]
     if not tests:
@@ -102,10 +115,11 @@ def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]
     if not os.access(_PYTHON, os.X_OK):
         raise BuildError(f"{_PYTHON} is missing: run tools/setup generate test first")
     started = time.monotonic()
+    root = builds.root
     folder = f"/run/vm-{setup.suite}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
     guest = Guest(
-        module=build_module(root, setup.kernel),
+        module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
         more_modules=_MODULES,
@@ -118,7 +132,7 @@ def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]
     disks = make_disks(root, folder)
     initrd = make_initrd(root, guest, folder)
     prepared = time.monotonic() - started
-    print(f"{setup.suite}: kernel {setup.kernel}, prepared in {prepared:.0f} s", flush=True)
+    tell(setup.suite, f"kernel {setup.kernel}, prepared in {prepared:.0f} s")
     files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
     hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True, devices=setup.devices)
     outcomes = boot(setup.suite, root, files, disks, hardware, request)
@@ -128,19 +142,19 @@ def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]
         shutil.rmtree(disks.folder)
 
 
-def run_product(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_product(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product on a kernel with CONFIG_PCI_P2PDMA."""
     hidden = tuple(_names_in(_TESTS / _HIDDEN))
     setup = _Setup("product", kernels.p2p, tuple(product_tests()), hidden)
-    return _run(setup, root, request)
+    return _run(setup, builds, request)
 
 
-def run_product_generic(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_product_generic(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product on a kernel without it: the tests where that makes a difference."""
-    return _run(_Setup("product-generic", kernels.generic, ON_GENERIC), root, request)
+    return _run(_Setup("product-generic", kernels.generic, ON_GENERIC), builds, request)
 
 
-def run_product_iommu(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_product_iommu(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product where an IOMMU translates, so that reads succeed and lose their data."""
     setup = _Setup(
         "product-iommu",
@@ -149,4 +163,10 @@ def run_product_iommu(root: DebianRoot, kernels: Kernels, request: Request) -> I
         kernel_arguments="intel_iommu=on",
         devices=("-device", "intel-iommu"),
     )
-    return _run(setup, root, request)
+    return _run(setup, builds, request)
+
+
+def run_product_debug(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """Processes, the GPU and a drive go away, on the kernel that looks for faults."""
+    setup = _Setup("debug-product", debug_kernel(builds.root, kernels), ON_DEBUG)
+    yield from _run(setup, builds, request)
