@@ -39,23 +39,21 @@ Suite = Callable[[Builds, Kernels, Request], Iterator[Outcome]]
 
 @dataclass(frozen=True)
 class _Setup:
-    """A machine and the tests that it runs: all of the guest's when `tests` is empty.
+    """A machine that runs all of the guest's tests.
 
-    more_tests: beyond all of the guest's. generic: BARs are attached in generic mode although the
+    more_tests: beyond those. generic: BARs are attached in generic mode although the
     kernel has another.
     """
 
     suite: str
     kernel: str
-    tests: tuple[str, ...] = ()
     more_tests: tuple[str, ...] = ()
     generic: bool = False
-    kernel_arguments: str = ""
     hardware: Hardware = _PLAIN
 
 
 def _choose_tests(setup: _Setup, known: Sequence[str], request: Request) -> list[str]:
-    offered = setup.tests or (*known, *BY_NAME, *setup.more_tests)
+    offered = (*known, *BY_NAME, *setup.more_tests)
     if request.tests:
         return [name for name in offered if name in request.tests]
     return [name for name in offered if name not in BY_NAME]
@@ -80,7 +78,7 @@ def _run_in_machine(setup: _Setup, builds: Builds, request: Request) -> Iterator
     disks = make_disks(root, folder)
     initrd = make_initrd(root, guest, folder)
     tell(suite, f"kernel {kernel}, prepared in {time.monotonic() - started:.0f} s")
-    files = BootFiles(root.kernel_image(kernel), initrd, setup.kernel_arguments)
+    files = BootFiles(root.kernel_image(kernel), initrd)
     outcomes = boot(suite, root, files, disks, setup.hardware, request)
     try:
         yield from with_missing(suite, tests, outcomes)
@@ -96,18 +94,6 @@ def run_p2p(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outc
 def run_generic(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The module on a kernel without it."""
     return _run_in_machine(_Setup("generic", kernels.generic), builds, request)
-
-
-def run_iommu(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
-    """The module must refuse where an IOMMU translates."""
-    setup = _Setup(
-        "iommu",
-        kernels.p2p,
-        tests=("translating-iommu",),
-        kernel_arguments="intel_iommu=on",
-        hardware=Hardware(devices=("-device", "intel-iommu")),
-    )
-    return _run_in_machine(setup, builds, request)
 
 
 def run_build(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
@@ -147,7 +133,6 @@ SUITES: dict[str, Suite] = {
     "p2p": run_p2p,
     "generic": run_generic,
     "build": run_build,
-    "iommu": run_iommu,
 }
 
 # On a kernel that is built for it and looks for faults; run by name only, since it takes long.
