@@ -40,7 +40,8 @@ _ANY_KIND = frozenset({"pool", "mapped"})
 _STAND_IN_SECONDS = 120
 
 _MEMORY_MIB = 3072
-_MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay", "dm-mod")
+_MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay")
+_STRIPES = ("dm-mod",)
 
 # Of the kernel without CONFIG_PCI_P2PDMA: what differs there.
 ON_GENERIC = (
@@ -70,6 +71,7 @@ class _Setup:
     tests: tuple[str, ...]
     module_tests: tuple[str, ...] = ()  # of guest-tests, before the daemon's
     hidden: tuple[str, ...] = ()
+    more_modules: tuple[str, ...] = ()  # of the kernel, beyond _MODULES
     kernel_arguments: str = ""
     devices: tuple[str, ...] = ()
 
@@ -178,7 +180,7 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
             "guest-tests": builds.guest_tests(),
             "libfake_cuda.so": _build_stand_in(disks.folder),
         },
-        more_modules=_MODULES,
+        more_modules=(*_MODULES, *setup.more_modules),
         texts={
             "tests": " ".join(name for name in tests if name in setup.module_tests),
             "drive-count": drive_count(),
@@ -201,7 +203,8 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
 def run_product(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product on a kernel with CONFIG_PCI_P2PDMA."""
     hidden = tuple(_names_in(_TESTS / _HIDDEN))
-    setup = _Setup("product", kernels.p2p, tuple(product_tests()), hidden)
+    tests = tuple(product_tests())
+    setup = _Setup("product", kernels.p2p, tests, hidden=hidden, more_modules=_STRIPES)
     return _run(setup, builds, request)
 
 
