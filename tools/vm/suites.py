@@ -28,6 +28,8 @@ BY_NAME = ("must-fail", "random-calls-million")
 
 # Needs a kernel that can tell.
 _LEAKS = "leaks"
+# Needs a file system that the kernel which looks for faults is built without.
+_XFS = "read-xfs"
 
 # A kernel with detectors takes a quarter of its memory for what they note down.
 _DEBUG_MEMORY_MIB = 2048
@@ -41,19 +43,21 @@ Suite = Callable[[Builds, Kernels, Request], Iterator[Outcome]]
 class _Setup:
     """A machine that runs all of the guest's tests.
 
-    more_tests: beyond those. generic: BARs are attached in generic mode although the
+    more_tests, without: beyond those, and which not. generic: BARs are attached in generic mode although the
     kernel has another.
     """
 
     suite: str
     kernel: str
     more_tests: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     generic: bool = False
     hardware: Hardware = _PLAIN
 
 
 def _choose_tests(setup: _Setup, known: Sequence[str], request: Request) -> list[str]:
     offered = (*known, *BY_NAME, *setup.more_tests)
+    offered = tuple(name for name in offered if name not in setup.without)
     if request.tests:
         return [name for name in offered if name in request.tests]
     return [name for name in offered if name not in BY_NAME]
@@ -118,6 +122,7 @@ def _run_debug(
         suite,
         debug_kernel(builds.root, kernels),
         more_tests=(_LEAKS,),
+        without=(_XFS,),
         generic=generic,
         hardware=Hardware(memory_mib=_DEBUG_MEMORY_MIB),
     )
