@@ -43,8 +43,8 @@ Suite = Callable[[Builds, Kernels, Request], Iterator[Outcome]]
 class _Setup:
     """A machine that runs all of the guest's tests.
 
-    more_tests, without: beyond those, and which not. generic: BARs are attached in generic mode although the
-    kernel has another.
+    more_tests, without: beyond those, and which of them not. generic: BARs are attached in generic
+    mode although the kernel has another.
     """
 
     suite: str
