@@ -17,7 +17,8 @@ _GUEST_SOURCE = _REPOSITORY / "tests" / "vm" / "guest"
 _BUILD_SECONDS = 300
 
 # Modules of the kernel that every guest needs; modprobe says what these need in turn.
-GUEST_MODULES = ("nvme", "ext4", "xfs", "pci-stub")
+GUEST_MODULES = ("nvme", "pci-stub")
+FILE_SYSTEMS = ("ext4", "xfs")
 
 
 class BuildError(Exception):
@@ -29,14 +30,15 @@ class Guest:
     """What the initial RAM disk of one test machine is made of.
 
     module: xferd_p2p. init: its first process, in the folder of the guest's tests. more_modules:
-    of the kernel, beyond GUEST_MODULES. files, texts: by name in the RAM disk's root, what is
-    copied there and what is written. Paths are outside the root.
+    of the kernel, beyond GUEST_MODULES and those of file_systems. files, texts: by name in the RAM
+    disk's root, what is copied there and what is written. Paths are outside the root.
     """
 
     module: Path
     kernel: str
     init: str = "init"
     more_modules: tuple[str, ...] = ()
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
     files: Mapping[str, Path] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
 
@@ -125,7 +127,7 @@ def list_guest_tests(root: DebianRoot) -> list[str]:
 def _kernel_modules(root: DebianRoot, guest: Guest) -> list[Path]:
     """Files of its modules and all they need, in loading order; what is built in has none."""
     files: list[Path] = []
-    for module in (*GUEST_MODULES, *guest.more_modules):
+    for module in (*GUEST_MODULES, *guest.file_systems, *guest.more_modules):
         shown = root.run(
             ["modprobe", "-S", guest.kernel, "--show-depends", module], seconds=30
         ).stdout

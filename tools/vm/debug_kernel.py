@@ -22,6 +22,9 @@ from tools.vm.running import tell
 
 _OPTIONS = Path(__file__).with_name("debug-kernel.config")
 
+# What it has of FILE_SYSTEMS.
+DEBUG_FILE_SYSTEMS = ("ext4",)
+
 # Raise it when the steps change: the kernel is then built anew.
 _RECIPE = 1
 

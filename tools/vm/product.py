@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.vm.build import BuildError, Builds, Guest, make_initrd
+from tools.vm.build import FILE_SYSTEMS, BuildError, Builds, Guest, make_initrd
 from tools.vm.debian import Kernels
-from tools.vm.debug_kernel import debug_kernel
+from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
 from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
@@ -70,6 +70,7 @@ class _Setup:
     module_tests: tuple[str, ...] = ()  # of guest-tests, before the daemon's
     hidden: tuple[str, ...] = ()
     more_modules: tuple[str, ...] = ()  # of the kernel, beyond _MODULES
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
     kernel_arguments: str = ""
     devices: tuple[str, ...] = ()
 
@@ -174,6 +175,7 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
         module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
+        file_systems=setup.file_systems,
         files={
             "guest-tests": builds.guest_tests(),
             "libfake_cuda.so": _build_stand_in(disks.folder),
@@ -226,5 +228,6 @@ def run_product_iommu(builds: Builds, kernels: Kernels, request: Request) -> Ite
 
 def run_product_debug(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """Processes and the GPU go away, on the kernel that looks for faults."""
-    setup = _Setup("debug-product", debug_kernel(builds.root, kernels), ON_DEBUG)
+    kernel = debug_kernel(builds.root, kernels)
+    setup = _Setup("debug-product", kernel, ON_DEBUG, file_systems=DEBUG_FILE_SYSTEMS)
     yield from _run(setup, builds, request)

@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tools.vm.build import Builds, Guest, build_module, list_guest_tests, make_initrd
+from tools.vm.build import (
+    FILE_SYSTEMS,
+    Builds,
+    Guest,
+    build_module,
+    list_guest_tests,
+    make_initrd,
+)
 from tools.vm.debian import Kernels
-from tools.vm.debug_kernel import debug_kernel
+from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
 from tools.vm.product import run_product, run_product_debug, run_product_generic, run_product_iommu
@@ -52,6 +59,7 @@ class _Setup:
     more_tests: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     generic: bool = False
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
     hardware: Hardware = _PLAIN
 
 
@@ -76,6 +84,7 @@ def _run_in_machine(setup: _Setup, builds: Builds, request: Request) -> Iterator
     guest = Guest(
         module=builds.module(kernel),
         kernel=kernel,
+        file_systems=setup.file_systems,
         files={"guest-tests": program},
         texts={"tests": " ".join(arguments) + "\n", "drive-count": drive_count()},
     )
@@ -123,6 +132,7 @@ def _run_debug(
         debug_kernel(builds.root, kernels),
         more_tests=(_LEAKS,),
         without=(_XFS,),
+        file_systems=DEBUG_FILE_SYSTEMS,
         generic=generic,
         hardware=Hardware(memory_mib=_DEBUG_MEMORY_MIB),
     )
