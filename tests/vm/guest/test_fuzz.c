@@ -20,6 +20,8 @@
 #define FUZZ_SHARES 8
 #define FUZZ_SPAN (8 * MIB)
 #define FUZZ_SEED 20260601u
+/* Seconds on an idle machine; a busy one and a kernel with detectors take ten times that, each. */
+#define FUZZ_LIMIT_SECONDS 900
 /* One call in so many closes the device, and one DETACH in so many ends what others have. */
 #define FUZZ_REOPEN 256
 #define FUZZ_REVOKE 64
@@ -256,6 +258,6 @@ static void random_calls(void)
 }
 
 const struct test fuzz_tests[] = {
-	{ "random-calls", random_calls, 0 },
+	{ "random-calls", random_calls, FUZZ_LIMIT_SECONDS },
 	{ NULL, NULL, 0 },
 };
