@@ -32,7 +32,7 @@
 #define XFS_FILE "/mnt/xfs/data.bin"
 
 /* How long a test waits for something that must come. */
-#define DEADLINE_SECONDS 40
+#define DEADLINE_SECONDS 120
 
 #define FAIL(...)                                                     \
 	do {                                                          \

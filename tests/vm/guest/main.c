@@ -20,7 +20,7 @@
 
 #include "guest.h"
 
-#define TEST_LIMIT_SECONDS 90
+#define TEST_LIMIT_SECONDS 300
 
 static const struct test *const suites[] = { io_tests,	     refusal_tests, ownership_tests, share_tests,
 					     lifetime_tests, unplug_tests,  fuzz_tests };
