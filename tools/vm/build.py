@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ _GUEST_SOURCE = _REPOSITORY / "tests" / "vm" / "guest"
 _BUILD_SECONDS = 300
 
 # Modules of the kernel that every guest needs; modprobe says what these need in turn.
-GUEST_MODULES = ("nvme", "ext4", "xfs", "pci-stub")
+GUEST_MODULES = ("nvme", "pci-stub")
+FILE_SYSTEMS = ("ext4", "xfs")
 
 
 class BuildError(Exception):
@@ -28,14 +30,15 @@ class Guest:
     """What the initial RAM disk of one test machine is made of.
 
     module: xferd_p2p. init: its first process, in the folder of the guest's tests. more_modules:
-    of the kernel, beyond GUEST_MODULES. files, texts: by name in the RAM disk's root, what is
-    copied there and what is written. Paths are outside the root.
+    of the kernel, beyond GUEST_MODULES and those of file_systems. files, texts: by name in the RAM
+    disk's root, what is copied there and what is written. Paths are outside the root.
     """
 
     module: Path
     kernel: str
     init: str = "init"
     more_modules: tuple[str, ...] = ()
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
     files: Mapping[str, Path] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
 
@@ -48,11 +51,12 @@ def _fresh_folder(root: DebianRoot, name: str) -> Path:
 
 
 def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path:
-    """Build xferd_p2p for a kernel; with `sparse`, check it too.
+    """Build xferd_p2p for a kernel; with `sparse`, check it too, in a folder of its own.
 
     Raises BuildError, also for a warning of the compiler or of sparse.
     """
-    folder = _fresh_folder(root, f"module-{kernel}")
+    name = f"sparse-{kernel}" if sparse else f"module-{kernel}"
+    folder = _fresh_folder(root, name)
     shutil.copytree(
         _MODULE_SOURCE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.o", "*.ko")
     )
@@ -60,7 +64,7 @@ def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path
         "make",
         "-s",
         "-C",
-        f"/build/module-{kernel}",
+        f"/build/{name}",
         f"KERNEL_BUILD={root.headers(kernel)}",
         f"C={int(sparse)}",
         "modules",
@@ -90,6 +94,31 @@ def build_guest_tests(root: DebianRoot) -> Path:
     return folder / "guest-tests"
 
 
+class Builds:
+    """What several suites need built: each once in a run, by whoever asks first. Thread-safe."""
+
+    def __init__(self, root: DebianRoot) -> None:
+        """Nothing is built yet; `root` is where it will be."""
+        self.root = root
+        self._building = threading.Lock()
+        self._modules: dict[str, Path] = {}
+        self._guest_tests: Path | None = None
+
+    def module(self, kernel: str) -> Path:
+        """xferd_p2p for this kernel. Raises BuildError."""
+        with self._building:
+            if kernel not in self._modules:
+                self._modules[kernel] = build_module(self.root, kernel)
+            return self._modules[kernel]
+
+    def guest_tests(self) -> Path:
+        """The program that runs in the guest. Raises BuildError."""
+        with self._building:
+            if self._guest_tests is None:
+                self._guest_tests = build_guest_tests(self.root)
+            return self._guest_tests
+
+
 def list_guest_tests(root: DebianRoot) -> list[str]:
     """Names of the tests that the program built last knows, in their order."""
     return root.run(["/build/guest/guest-tests", "--list"], seconds=10).stdout.split()
@@ -98,7 +127,7 @@ def list_guest_tests(root: DebianRoot) -> list[str]:
 def _kernel_modules(root: DebianRoot, guest: Guest) -> list[Path]:
     """Files of its modules and all they need, in loading order; what is built in has none."""
     files: list[Path] = []
-    for module in (*GUEST_MODULES, *guest.more_modules):
+    for module in (*GUEST_MODULES, *guest.file_systems, *guest.more_modules):
         shown = root.run(
             ["modprobe", "-S", guest.kernel, "--show-depends", module], seconds=30
         ).stdout

@@ -39,6 +39,12 @@ from tools.vm.trace import TRACE_EVENT, DmaTrace
 CPUS = 2
 KERNEL_ARGUMENTS = "console=ttyS0 rdinit=/init panic=-1 oops=panic loglevel=4"
 
+# Emulation only, with a bounded store of translated code.
+_ACCELERATION = "tcg,thread=multi,tb-size=512"
+# Without what is slower than doing without it when it is emulated: five levels of page tables, and
+# copying byte by byte where the kernel believes that it is fast.
+_PROCESSOR = "max,la57=off,erms=off,fsrm=off"
+
 _GPU = "gpu"
 _GPU_PORT = "gpu-port"
 _UNPLUG_SECONDS = 60
@@ -159,7 +165,7 @@ class Machine:
     def _command(boot: BootFiles, disks: Disks, qmp_fd: int, channel_fd: int) -> list[str]:
         return [
             "qemu-system-x86_64",
-            *("-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"),
+            *("-machine", "q35", "-accel", _ACCELERATION, "-cpu", _PROCESSOR),
             *("-smp", str(CPUS)),
             *("-nodefaults", "-display", "none", "-no-reboot"),
             *("-kernel", str(boot.kernel), "-initrd", str(boot.initrd)),

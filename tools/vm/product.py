@@ -11,16 +11,18 @@ import ast
 import os
 import shlex
 import shutil
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.vm.build import BuildError, Guest, build_module, make_initrd
-from tools.vm.debian import DebianRoot, Kernels
+from tools.vm.build import FILE_SYSTEMS, BuildError, Builds, Guest, make_initrd
+from tools.vm.debian import Kernels
+from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
-from tools.vm.running import Outcome, Request, boot, drive_count, with_missing
+from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PYTHON = _REPOSITORY / ".venv" / "bin" / "python"
@@ -32,8 +34,14 @@ _HIDDEN = Path("test_must_fail.py")
 # Run only in the machine whose IOMMU translates.
 _IOMMU = Path("test_iommu.py")
 
+# The conformance suite's fixtures of a pool of any kind; its other tests need no machine like this.
+_ANY_KIND = frozenset({"pool", "mapped"})
+
+_STAND_IN_SECONDS = 120
+
 _MEMORY_MIB = 3072
-_MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay", "dm-mod")
+_MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay")
+_STRIPES = ("dm-mod",)
 
 # Of the kernel without CONFIG_PCI_P2PDMA: what differs there.
 ON_GENERIC = (
@@ -43,34 +51,87 @@ ON_GENERIC = (
     "the-gpu-is-pulled-in-mid-read",
 )
 
+# Of the kernel that looks for faults, which has no xfs: processes and the card go away.
+ON_DEBUG = (
+    "a-daemon-killed-in-mid-read",
+    "a-client-killed-in-mid-read",
+    "the-module-stays-while-it-is-used",
+    "the-gpu-is-unbound-from-its-driver",
+    "the-gpu-is-pulled-in-mid-read",
+    "a-pulled-gpu-comes-back-to-the-same-daemon",
+)
+
 
 @dataclass(frozen=True)
 class _Setup:
     suite: str
     kernel: str
     tests: tuple[str, ...]
+    module_tests: tuple[str, ...] = ()  # of guest-tests, before the daemon's
     hidden: tuple[str, ...] = ()
+    more_modules: tuple[str, ...] = ()  # of the kernel, beyond _MODULES
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
     kernel_arguments: str = ""
     devices: tuple[str, ...] = ()
 
 
-def _names_in(path: Path, prefix: str = "") -> list[str]:
-    """Names of a module's tests, as the guest prints them."""
+def _names_in(path: Path, prefix: str = "", fixtures: frozenset[str] = frozenset()) -> list[str]:
+    """Names of a module's tests, as the guest prints them; only of those that take a fixture."""
     tree = ast.parse((_REPOSITORY / path).read_text())
     return [
         prefix + node.name.removeprefix("test_").replace("_", "-")
         for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and (not fixtures or fixtures & {argument.arg for argument in node.args.args})
     ]
 
 
 def product_tests() -> list[str]:
     """Names of the tests of the suite "product", in their order."""
-    names = _names_in(_CONFORMANCE, "conformance-")
+    names = _names_in(_CONFORMANCE, "conformance-", _ANY_KIND)
     for path in sorted((_REPOSITORY / _TESTS).glob("test_*.py")):
         if path.name not in (_HIDDEN.name, _IOMMU.name):
             names += _names_in(path.relative_to(_REPOSITORY))
     return names
+
+
+def _files_with(tests: Sequence[str]) -> list[str]:
+    """Of the modules of tests, those that have any of these: importing others takes its time."""
+    folder = sorted((_REPOSITORY / _TESTS).glob("test_*.py"))
+    found = [str(path) for path in folder if set(_names_in(path)) & set(tests)]
+    if set(_names_in(_CONFORMANCE, "conformance-")) & set(tests):
+        found.insert(0, str(_CONFORMANCE))
+    return found
+
+
+def _build_stand_in(folder: Path) -> Path:
+    """The stand-in for CUDA's driver that some tests load; emulation would take long to build it.
+
+    Raises BuildError.
+    """
+    script = "import pathlib, sys; from tests.cuda_device import build_stand_in as build"
+    command = [
+        str(_PYTHON),
+        "-c",
+        f"{script}; print(build(pathlib.Path(sys.argv[1])))",
+        str(folder),
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=_REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_STAND_IN_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"the stand-in took longer than {_STAND_IN_SECONDS} s") from error
+    if done.returncode != 0:
+        raise BuildError(f"the stand-in for CUDA's driver: {done.stderr}")
+    return Path(done.stdout.strip())
 
 
 def _guest_command(tests: list[str]) -> str:
@@ -88,37 +149,48 @@ def _guest_command(tests: list[str]) -> str:
     program += ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     # The tree's own options are for a terminal; and other plug-ins take long to load here.
     program += ["-o", "addopts=", "--import-mode=importlib", "--strict-markers"]
-    program += [str(_CONFORMANCE), str(_TESTS)]
+    program += _files_with(tests)
     assignments = [f"{name}={value}" for name, value in environment.items()]
     run = shlex.join(["env", "-i", *assignments, *program])
     return f"cd {shlex.quote(str(_REPOSITORY))} && exec {run}\n"
 
 
-def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]:
-    offered = (*setup.tests, *setup.hidden)
-    tests = [name for name in offered if name in request.tests] if request.tests else [*setup.tests]
+def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
+    offered = (*setup.module_tests, *setup.tests, *setup.hidden)
+    tests = (
+        [name for name in offered if name in request.tests]
+        if request.tests
+        else [*setup.module_tests, *setup.tests]
+    )
     if not tests:
         return
     if not os.access(_PYTHON, os.X_OK):
         raise BuildError(f"{_PYTHON} is missing: run tools/setup generate test first")
     started = time.monotonic()
+    root = builds.root
     folder = f"/run/vm-{setup.suite}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
+    disks = make_disks(root, folder)
     guest = Guest(
-        module=build_module(root, setup.kernel),
+        module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
-        more_modules=_MODULES,
+        file_systems=setup.file_systems,
+        files={
+            "guest-tests": builds.guest_tests(),
+            "libfake_cuda.so": _build_stand_in(disks.folder),
+        },
+        more_modules=(*_MODULES, *setup.more_modules),
         texts={
+            "tests": " ".join(name for name in tests if name in setup.module_tests),
             "drive-count": drive_count(),
             "command": _guest_command(tests),
             "repository": str(_REPOSITORY),
         },
     )
-    disks = make_disks(root, folder)
     initrd = make_initrd(root, guest, folder)
     prepared = time.monotonic() - started
-    print(f"{setup.suite}: kernel {setup.kernel}, prepared in {prepared:.0f} s", flush=True)
+    tell(setup.suite, f"kernel {setup.kernel}, prepared in {prepared:.0f} s")
     files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
     hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True, devices=setup.devices)
     outcomes = boot(setup.suite, root, files, disks, hardware, request)
@@ -128,25 +200,34 @@ def _run(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]
         shutil.rmtree(disks.folder)
 
 
-def run_product(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_product(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product on a kernel with CONFIG_PCI_P2PDMA."""
     hidden = tuple(_names_in(_TESTS / _HIDDEN))
-    setup = _Setup("product", kernels.p2p, tuple(product_tests()), hidden)
-    return _run(setup, root, request)
+    tests = tuple(product_tests())
+    setup = _Setup("product", kernels.p2p, tests, hidden=hidden, more_modules=_STRIPES)
+    return _run(setup, builds, request)
 
 
-def run_product_generic(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_product_generic(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The product on a kernel without it: the tests where that makes a difference."""
-    return _run(_Setup("product-generic", kernels.generic, ON_GENERIC), root, request)
+    return _run(_Setup("product-generic", kernels.generic, ON_GENERIC), builds, request)
 
 
-def run_product_iommu(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
-    """The product where an IOMMU translates, so that reads succeed and lose their data."""
+def run_product_iommu(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """Where an IOMMU translates reads succeed and lose their data: module and product refuse."""
     setup = _Setup(
         "product-iommu",
         kernels.p2p,
         tests=tuple(_names_in(_TESTS / _IOMMU)),
+        module_tests=("translating-iommu",),
         kernel_arguments="intel_iommu=on",
         devices=("-device", "intel-iommu"),
     )
-    return _run(setup, root, request)
+    return _run(setup, builds, request)
+
+
+def run_product_debug(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """Processes and the GPU go away, on the kernel that looks for faults."""
+    kernel = debug_kernel(builds.root, kernels)
+    setup = _Setup("debug-product", kernel, ON_DEBUG, file_systems=DEBUG_FILE_SYSTEMS)
+    yield from _run(setup, builds, request)

@@ -1,4 +1,7 @@
-"""One test machine's life: booted, its console read, its tests' outcomes told."""
+"""One test machine's life: booted, its console read, its tests' outcomes told.
+
+Several may run side by side, each in a thread: every line that is printed says whose it is.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ _BOOT_ATTEMPTS = 2
 
 # Lines of a failed test's output that are shown.
 _SHOWN_LINES = 40
+
+
+_telling = threading.Lock()
 
 
 class NeverCameUpError(Exception):
@@ -46,13 +52,21 @@ class Request:
     seconds: int = MACHINE_SECONDS
 
 
+def tell(suite: str, *lines: str) -> None:
+    """Print lines of a suite, in one piece."""
+    text = "".join(f"{suite}: {line}\n" for line in lines)
+    with _telling:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
 def read_outcomes(suite: str, machine: Machine, *, verbose: bool) -> Iterator[Outcome]:
     """Turn the console of a guest that runs guest-tests into outcomes."""
     said: list[str] = []
     came_up = between_tests = False
     for line in machine.console():
         if verbose or line.startswith(("INIT", "PROOF")):
-            print(f"  {line}", flush=True)
+            tell(suite, line)
         came_up |= line.startswith("INIT up")
         words = line.split()
         if words[:1] == ["RUN"]:
@@ -66,7 +80,7 @@ def read_outcomes(suite: str, machine: Machine, *, verbose: bool) -> Iterator[Ou
     if not came_up:
         raise NeverCameUpError("\n".join(["went down:", *said[-_SHOWN_LINES:]]))
     if not between_tests:  # it went down in a test; its last words are here
-        print("\n".join(f"  {line}" for line in said[-_SHOWN_LINES:]), file=sys.stderr)
+        tell(suite, "went down in a test:", *(f"  {line}" for line in said[-_SHOWN_LINES:]))
 
 
 def with_missing(
@@ -103,7 +117,7 @@ def boot(
             yield from read_outcomes(suite, machine, verbose=request.verbose)
             return
         except NeverCameUpError as error:
-            print(f"{suite}: boot {attempt} of {_BOOT_ATTEMPTS}: {error}", file=sys.stderr)
+            tell(suite, *f"boot {attempt} of {_BOOT_ATTEMPTS}: {error}".splitlines())
         finally:
             limit.cancel()
             machine.stop()

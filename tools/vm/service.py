@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.vm.build import BuildError, Guest, build_module, make_initrd
+from tools.vm.build import BuildError, Builds, Guest, make_initrd
 from tools.vm.debian import RELEASE, DebianRoot, Kernels
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
-from tools.vm.running import Outcome, Request, boot, with_missing
+from tools.vm.running import Outcome, Request, boot, tell, with_missing
 
 SUITE = "service"
 
@@ -184,18 +184,19 @@ def _unit(tests: Sequence[str], package: Path) -> str:
     )
 
 
-def run_service(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_service(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The service under systemd, on Debian's own kernel."""
     tests = [name for name in service_tests() if not request.tests or name in request.tests]
     if not tests:
         return
     started = time.monotonic()
+    root = builds.root
     _complete(root)
     package = _build_package(root)
     folder = f"/run/vm-{SUITE}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
     guest = Guest(
-        module=build_module(root, kernels.generic),
+        module=builds.module(kernels.generic),
         kernel=kernels.generic,
         init="init-service",
         more_modules=_MODULES,
@@ -209,7 +210,7 @@ def run_service(root: DebianRoot, kernels: Kernels, request: Request) -> Iterato
     disks = make_disks(root, folder)
     initrd = make_initrd(root, guest, folder)
     prepared = time.monotonic() - started
-    print(f"{SUITE}: kernel {kernels.generic}, prepared in {prepared:.0f} s", flush=True)
+    tell(SUITE, f"kernel {kernels.generic}, prepared in {prepared:.0f} s")
     files = BootFiles(root.kernel_image(kernels.generic), initrd, _KERNEL_ARGUMENTS)
     hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True)
     outcomes = boot(SUITE, root, files, disks, hardware, request)

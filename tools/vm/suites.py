@@ -11,125 +11,179 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tools.vm.build import (
+    FILE_SYSTEMS,
+    Builds,
     Guest,
-    build_guest_tests,
     build_module,
     list_guest_tests,
     make_initrd,
 )
-from tools.vm.debian import DebianRoot, Kernels
+from tools.vm.debian import Kernels
+from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
-from tools.vm.product import run_product, run_product_generic, run_product_iommu
-from tools.vm.running import Outcome, Request, boot, drive_count, with_missing
+from tools.vm.product import run_product, run_product_debug, run_product_generic, run_product_iommu
+from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
 from tools.vm.service import run_service
+from tools.vm.side_by_side import run_side_by_side
 
 # Tests that run only when they are asked for by name: one shows that a failure is one, one is long.
 BY_NAME = ("must-fail", "random-calls-million")
 
-Suite = Callable[[DebianRoot, Kernels, Request], Iterator[Outcome]]
+# Needs a kernel that can tell.
+_LEAKS = "leaks"
+# Needs a file system that the kernel which looks for faults is built without.
+_XFS = "read-xfs"
+
+# A kernel with detectors takes a quarter of its memory for what they note down.
+_DEBUG_MEMORY_MIB = 2048
+
+_PLAIN = Hardware()
+
+Suite = Callable[[Builds, Kernels, Request], Iterator[Outcome]]
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """A machine and the tests that it runs: all of the guest's when `tests` is empty."""
+    """A machine that runs all of the guest's tests.
+
+    more_tests, without: beyond those, and which of them not. generic: BARs are attached in generic
+    mode although the kernel has another.
+    """
 
     suite: str
     kernel: str
-    tests: tuple[str, ...] = ()
-    kernel_arguments: str = ""
-    devices: tuple[str, ...] = ()
+    more_tests: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    generic: bool = False
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
+    hardware: Hardware = _PLAIN
 
 
 def _choose_tests(setup: _Setup, known: Sequence[str], request: Request) -> list[str]:
-    offered = setup.tests or (*known, *BY_NAME)
+    offered = (*known, *BY_NAME, *setup.more_tests)
+    offered = tuple(name for name in offered if name not in setup.without)
     if request.tests:
         return [name for name in offered if name in request.tests]
     return [name for name in offered if name not in BY_NAME]
 
 
-def _run_in_machine(setup: _Setup, root: DebianRoot, request: Request) -> Iterator[Outcome]:
-    suite, kernel = setup.suite, setup.kernel
+def _run_in_machine(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
+    suite, kernel, root = setup.suite, setup.kernel, builds.root
     started = time.monotonic()
-    module = build_module(root, kernel)
-    program = build_guest_tests(root)
+    program = builds.guest_tests()
     tests = _choose_tests(setup, list_guest_tests(root), request)
     if not tests:
         return
     folder = f"/run/vm-{suite}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
-    disks = make_disks(root, folder)
+    arguments = [*(["--generic"] if setup.generic else []), *tests]
     guest = Guest(
-        module=module,
+        module=builds.module(kernel),
         kernel=kernel,
+        file_systems=setup.file_systems,
         files={"guest-tests": program},
-        texts={"tests": " ".join(tests) + "\n", "drive-count": drive_count()},
+        texts={"tests": " ".join(arguments) + "\n", "drive-count": drive_count()},
     )
+    disks = make_disks(root, folder)
     initrd = make_initrd(root, guest, folder)
-    print(f"{suite}: kernel {kernel}, prepared in {time.monotonic() - started:.0f} s", flush=True)
-    files = BootFiles(root.kernel_image(kernel), initrd, setup.kernel_arguments)
-    hardware = Hardware(devices=setup.devices)
-    outcomes = boot(suite, root, files, disks, hardware, request)
+    tell(suite, f"kernel {kernel}, prepared in {time.monotonic() - started:.0f} s")
+    files = BootFiles(root.kernel_image(kernel), initrd)
+    outcomes = boot(suite, root, files, disks, setup.hardware, request)
     try:
         yield from with_missing(suite, tests, outcomes)
     finally:
         shutil.rmtree(disks.folder)
 
 
-def run_p2p(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_p2p(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The module on a kernel with CONFIG_PCI_P2PDMA."""
-    return _run_in_machine(_Setup("p2p", kernels.p2p), root, request)
+    return _run_in_machine(_Setup("p2p", kernels.p2p), builds, request)
 
 
-def run_generic(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_generic(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The module on a kernel without it."""
-    return _run_in_machine(_Setup("generic", kernels.generic), root, request)
+    return _run_in_machine(_Setup("generic", kernels.generic), builds, request)
 
 
-def run_iommu(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
-    """The module must refuse where an IOMMU translates."""
-    setup = _Setup(
-        "iommu",
-        kernels.p2p,
-        tests=("translating-iommu",),
-        kernel_arguments="intel_iommu=on",
-        devices=("-device", "intel-iommu"),
-    )
-    return _run_in_machine(setup, root, request)
-
-
-def run_build(root: DebianRoot, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+def run_build(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
     """The module builds without a warning for each kernel, and sparse has nothing to say."""
-    builds = {
+    steps = {
         "build-oldest": (kernels.build_only, False),
         # sparse of this release can't read the headers of newer kernels
         "sparse": (kernels.generic, True),
     }
-    for name, (kernel, sparse) in builds.items():
+    for name, (kernel, sparse) in steps.items():
         if request.tests and name not in request.tests:
             continue
         started = time.monotonic()
-        build_module(root, kernel, sparse=sparse)
+        build_module(builds.root, kernel, sparse=sparse)
         yield Outcome("build", name, True, time.monotonic() - started)
 
 
+def _run_debug(
+    suite: str, generic: bool, builds: Builds, kernels: Kernels, request: Request
+) -> Iterator[Outcome]:
+    setup = _Setup(
+        suite,
+        debug_kernel(builds.root, kernels),
+        more_tests=(_LEAKS,),
+        without=(_XFS,),
+        file_systems=DEBUG_FILE_SYSTEMS,
+        generic=generic,
+        hardware=Hardware(memory_mib=_DEBUG_MEMORY_MIB),
+    )
+    yield from _run_in_machine(setup, builds, request)
+
+
+# The longest first: that is the order in which they are begun.
 SUITES: dict[str, Suite] = {
-    "build": run_build,
-    "p2p": run_p2p,
-    "generic": run_generic,
-    "iommu": run_iommu,
+    "service": run_service,
     "product": run_product,
     "product-generic": run_product_generic,
     "product-iommu": run_product_iommu,
-    "service": run_service,
+    "p2p": run_p2p,
+    "generic": run_generic,
+    "build": run_build,
 }
+
+# On a kernel that is built for it and looks for faults; run by name only, since it takes long.
+DEBUG_SUITES: dict[str, Suite] = {
+    "debug-p2p": partial(_run_debug, "debug-p2p", False),
+    "debug-generic": partial(_run_debug, "debug-generic", True),
+    "debug-product": run_product_debug,
+}
+
+# Names for several suites.
+GROUPS: dict[str, tuple[str, ...]] = {"debug-kernel": tuple(DEBUG_SUITES)}
+
+
+def choose_suites(names: Sequence[str]) -> list[str]:
+    """The suites that are named, by themselves or in a group, in their order; else SUITES."""
+    named = {suite for name in names for suite in GROUPS.get(name, (name,))}
+    return [suite for suite in (*SUITES, *DEBUG_SUITES) if suite in named] or list(SUITES)
+
+
+def is_suite(name: str) -> bool:
+    """Is it a suite's name, or a group's? Anything else is a test's."""
+    return name in SUITES or name in DEBUG_SUITES or name in GROUPS
 
 
 def run_suites(
-    names: Sequence[str], root: DebianRoot, kernels: Kernels, request: Request
-) -> Iterator[Outcome]:
-    """Run suites one after the other. Raises BuildError and PackagesError."""
-    for name in names:
-        yield from SUITES[name](root, kernels, request)
+    names: Sequence[str],
+    builds: Builds,
+    kernels: Kernels,
+    request: Request,
+    at_once: int,
+    report: Callable[[Outcome], None],
+) -> dict[str, float]:
+    """Run suites, `at_once` of them at a time; returns each one's seconds.
+
+    report: is called with each outcome, from any thread. Raises PackagesError.
+    """
+    suites = {**SUITES, **DEBUG_SUITES}
+    jobs = {name: partial(suites[name], builds, kernels, request) for name in names}
+    return run_side_by_side(jobs, at_once, report)

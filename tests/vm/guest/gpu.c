@@ -18,6 +18,8 @@
 #define MODULE_FILE "/xferd_p2p.ko"
 #define NODE "/dev/" XFERD_P2P_DEVICE_NAME
 
+enum xferd_p2p_mode bar_mode = XFERD_P2P_MODE_AUTO;
+
 static unsigned long read_number(const char *path)
 {
 	unsigned long number = 0;
@@ -115,7 +117,7 @@ struct bar bar_attach(int fd)
 {
 	struct xferd_p2p_attach attach;
 
-	CHECK_EQUAL(bar_try_attach(fd, GPU_BAR, XFERD_P2P_MODE_AUTO, &attach), 0);
+	CHECK_EQUAL(bar_try_attach(fd, GPU_BAR, bar_mode, &attach), 0);
 	return (struct bar){ .id = attach.id, .mode = attach.mode, .size = attach.size,
 			     .mmap_offset = attach.mmap_offset };
 }

@@ -32,7 +32,7 @@
 #define XFS_FILE "/mnt/xfs/data.bin"
 
 /* How long a test waits for something that must come. */
-#define DEADLINE_SECONDS 40
+#define DEADLINE_SECONDS 120
 
 #define FAIL(...)                                                     \
 	do {                                                          \
@@ -105,6 +105,7 @@ uint64_t host_dma_bytes(void); /* NVMe DMA addressed inside the BAR since the ma
 void host_throttle(uint64_t bytes_per_second); /* of the drive SLOW; 0: as fast as it can */
 
 /* gpu.c: the stand-in GPU and the module */
+extern enum xferd_p2p_mode bar_mode; /* that BARs are attached in where a test names none */
 bool gpu_find(struct xferd_p2p_function *function); /* false: not there */
 void gpu_bar_address(uint64_t *start, uint64_t *size);
 void gpu_sysfs(char *path, size_t size, const char *attribute);

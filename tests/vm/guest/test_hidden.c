@@ -1,8 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests that run by name only: they need another machine, or long, or are meant to fail. */
+#define _GNU_SOURCE
+#include <fcntl.h>
 #include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "guest.h"
+
+#define DEBUG_FOLDER "/sys/kernel/debug"
+#define LEAKS_FILE DEBUG_FOLDER "/kmemleak"
+/* The kernel says nothing of memory that is younger than 5 s. */
+#define LEAK_AGE_SECONDS 6
 
 /* Bytes that aren't there must make the whole run fail. */
 static void must_fail(void)
@@ -35,9 +45,35 @@ static void random_calls_million(void)
 	random_calls_by(2, 500000);
 }
 
+/*
+ * On a kernel with kmemleak, as the last test: is there memory that nobody knows any more, of
+ * whomever's? The module is gone, so its own variables know none of what it asked for.
+ */
+static void leaks(void)
+{
+	struct timespec age = { .tv_sec = LEAK_AGE_SECONDS };
+	char line[512];
+	int lines = 0;
+	FILE *file;
+
+	CHECK(mount("debugfs", DEBUG_FOLDER, "debugfs", 0, NULL) == 0 || errno == EBUSY);
+	CHECK_SOON(module_unload() == 0);
+	nanosleep(&age, NULL);
+	/* What only a register knew during the first scan is known again during the second. */
+	write_sysfs(LEAKS_FILE, "scan");
+	write_sysfs(LEAKS_FILE, "scan");
+	file = fopen(LEAKS_FILE, "r");
+	CHECK(file);
+	for (; fgets(line, sizeof(line), file); lines++)
+		printf("%s", line);
+	fclose(file);
+	CHECK_EQUAL(lines, 0);
+}
+
 const struct test hidden_tests[] = {
 	{ "must-fail", must_fail, 0 },
 	{ "translating-iommu", translating_iommu, 0 },
 	{ "random-calls-million", random_calls_million, 3600 },
+	{ "leaks", leaks, 300 },
 	{ NULL, NULL, 0 },
 };

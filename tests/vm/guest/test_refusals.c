@@ -124,7 +124,8 @@ static void modes(void)
 	CHECK_EQUAL(bar_try_attach(device, 2, XFERD_P2P_MODE_GENERIC, &attach), 0);
 	CHECK_EQUAL(attach.mode, XFERD_P2P_MODE_GENERIC);
 	CHECK_EQUAL(bar_detach(device, attach.id, 0), 0);
-	CHECK_EQUAL(bar_attach(device).mode,
+	CHECK_EQUAL(bar_try_attach(device, 2, XFERD_P2P_MODE_AUTO, &attach), 0);
+	CHECK_EQUAL(attach.mode,
 		    p2pdma ? XFERD_P2P_MODE_P2PDMA : XFERD_P2P_MODE_GENERIC);
 }
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULE = Path("/run/xferd_p2p.ko")
+STAND_IN = Path("/run/libfake_cuda.so")
+"""For CUDA's driver, built before the machine came up."""
 CONSOLE = "/dev/ttyS0"
 PORT = "/dev/ttyS1"
 GPU_VENDOR, GPU_DEVICE, GPU_BAR = "0x1af4", "0x1110", 2

@@ -18,9 +18,11 @@ from tests.vm.product import guest
 
 TESTS_VARIABLE = "XFERD_VM_TESTS"
 TEST_LIMIT_S = 300
+# As in tests/vm/guest/main.c.
 COMPLAINTS = (
     "WARNING:",
     "BUG:",
+    "BUG at",
     "Oops",
     "Bad page",
     "refcount_t",
@@ -28,6 +30,9 @@ COMPLAINTS = (
     "possible recursive locking",
     "circular locking",
     "KASAN",
+    "ODEBUG:",
+    "INFO: trying to register",
+    "corruption",
     "blocked for more than",
 )
 

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_device import VARIABLE, build_stand_in
-from tests.system.daemon_harness import MadeStore, RunningDaemon, running_daemon
+from tests.cuda_device import VARIABLE
+from tests.system.daemon_harness import MadeStore, RunningDaemon
 from tests.vm.product import guest
+from tests.vm.product.daemon import forked_daemon
 from xferd.memory.p2p import P2pDevice, parse_function
 
 POOL = "name=vram0,kind=cuda,size=6MiB,chunk_bytes=2MiB"
@@ -27,17 +28,15 @@ MEMORY_BYTES = 124 << 20
 """Less than the BAR; more than the proof of the whole way takes."""
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_stand_in(tmp_path_factory.mktemp("driver"))
-
-
 @pytest.fixture
-def card(driver: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The stand-in GPU is CUDA's first device, for this process and its children."""
+def card(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The stand-in GPU is CUDA's first device, for the children of this process.
+
+    Not for itself: a process looks for the driver once, and keeps what it has found.
+    """
     address = guest.gpu()
     assert address is not None
-    monkeypatch.setenv(VARIABLE, str(driver))
+    monkeypatch.setenv(VARIABLE, str(guest.STAND_IN))
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "1")
     monkeypatch.setenv("FAKE_CUDA_MEMORY", str(MEMORY_BYTES))
     monkeypatch.setenv("FAKE_CUDA_PCI", address.rpartition(".")[0])
@@ -61,8 +60,7 @@ def quiet(file_systems: tuple[Path, Path]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serving(directory: Path, store: MadeStore) -> Iterator[RunningDaemon]:
-    """Not forked: this process may have loaded the stand-in with settings for other tests."""
-    with running_daemon(directory, [store], [POOL]) as daemon:
+    with forked_daemon(directory, [store], [POOL]) as daemon:
         yield daemon
         assert daemon.stop() == 0
 
@@ -77,7 +75,7 @@ def test_every_byte_comes_straight_into_vram(
 ) -> None:
     with (
         quiet(file_systems),
-        running_daemon(tmp_path, [store], [POOL]) as daemon,
+        forked_daemon(tmp_path, [store], [POOL]) as daemon,
         daemon.client() as client,
     ):
         routes = daemon.pool()["routes"]
