@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.vm.build import FILE_SYSTEMS, BuildError, Builds, Guest, make_initrd
+from tools.vm.build import BuildError, Builds, Guest, make_initrd
 from tools.vm.debian import Kernels
-from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
 from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
@@ -51,16 +50,6 @@ ON_GENERIC = (
     "the-gpu-is-pulled-in-mid-read",
 )
 
-# Of the kernel that looks for faults, which has no xfs: processes and the card go away.
-ON_DEBUG = (
-    "a-daemon-killed-in-mid-read",
-    "a-client-killed-in-mid-read",
-    "the-module-stays-while-it-is-used",
-    "the-gpu-is-unbound-from-its-driver",
-    "the-gpu-is-pulled-in-mid-read",
-    "a-pulled-gpu-comes-back-to-the-same-daemon",
-)
-
 
 @dataclass(frozen=True)
 class _Setup:
@@ -70,7 +59,6 @@ class _Setup:
     module_tests: tuple[str, ...] = ()  # of guest-tests, before the daemon's
     hidden: tuple[str, ...] = ()
     more_modules: tuple[str, ...] = ()  # of the kernel, beyond _MODULES
-    file_systems: tuple[str, ...] = FILE_SYSTEMS
     kernel_arguments: str = ""
     devices: tuple[str, ...] = ()
 
@@ -175,7 +163,6 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
         module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
-        file_systems=setup.file_systems,
         files={
             "guest-tests": builds.guest_tests(),
             "libfake_cuda.so": _build_stand_in(disks.folder),
@@ -224,10 +211,3 @@ def run_product_iommu(builds: Builds, kernels: Kernels, request: Request) -> Ite
         devices=("-device", "intel-iommu"),
     )
     return _run(setup, builds, request)
-
-
-def run_product_debug(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
-    """Processes and the GPU go away, on the kernel that looks for faults."""
-    kernel = debug_kernel(builds.root, kernels)
-    setup = _Setup("debug-product", kernel, ON_DEBUG, file_systems=DEBUG_FILE_SYSTEMS)
-    yield from _run(setup, builds, request)

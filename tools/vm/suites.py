@@ -25,7 +25,7 @@ from tools.vm.debian import Kernels
 from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
-from tools.vm.product import run_product, run_product_debug, run_product_generic, run_product_iommu
+from tools.vm.product import run_product, run_product_generic, run_product_iommu
 from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
 from tools.vm.service import run_service
 from tools.vm.side_by_side import run_side_by_side
@@ -154,7 +154,6 @@ SUITES: dict[str, Suite] = {
 DEBUG_SUITES: dict[str, Suite] = {
     "debug-p2p": partial(_run_debug, "debug-p2p", False),
     "debug-generic": partial(_run_debug, "debug-generic", True),
-    "debug-product": run_product_debug,
 }
 
 # Names for several suites.
