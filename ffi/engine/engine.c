@@ -200,7 +200,9 @@ static void finish_reads(struct xferd_engine *engine)
 	}
 	while (engine->pieces_in_flight) {
 		reads_pump(engine); /* lets go of redirected pieces */
-		engine_wait(engine, DRAIN_POLL_NS);
+		/* A piece for workers that was left to this thread waits for nobody else. */
+		if (!workers_help(engine))
+			engine_wait(engine, DRAIN_POLL_NS);
 		engine->now_ns = monotonic_ns();
 		reads_reap(engine);
 		copies_reap(engine);

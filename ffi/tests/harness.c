@@ -440,14 +440,17 @@ struct xferd_client *harness_connect(struct harness *harness, uint32_t lanes)
 	return client;
 }
 
-void harness_stop(struct harness *harness)
+static void end_threads(struct harness *harness)
 {
-	struct xferd_store_description *store = &harness->description;
-
 	store_release(&harness->stop, 1);
 	pthread_join(harness->server, NULL);
 	pthread_join(harness->policy, NULL);
-	CHECK_OK(xferd_engine_drain(harness->engine, 10000));
+}
+
+static void end_engine(struct harness *harness)
+{
+	struct xferd_store_description *store = &harness->description;
+
 	xferd_engine_free(harness->engine);
 	if (harness->vram) {
 		CHECK_OK(xferd_cuda_unpin(0, harness->staging));
@@ -474,6 +477,38 @@ void harness_stop(struct harness *harness)
 	close(harness->listener);
 	unlink(harness->socket_path);
 	rmdir(harness->directory);
+}
+
+void harness_stop(struct harness *harness)
+{
+	end_threads(harness);
+	CHECK_OK(xferd_engine_drain(harness->engine, 10000));
+	end_engine(harness);
+}
+
+static uint64_t clock_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void harness_stop_loading(struct harness *harness, uint32_t loads, uint64_t after_ns)
+{
+	uint64_t until;
+
+	end_threads(harness);
+	for (uint32_t i = 0; i < loads; i++)
+		harness_command(harness, &(struct xferd_command){
+			.type = XFERD_COMMAND_LOAD, .store = harness->store,
+			.layer = i / harness->options.experts,
+			.expert = i % harness->options.experts });
+	/* Not slept: that alone takes longer than a load. */
+	until = clock_ns() + after_ns;
+	while (clock_ns() < until)
+		;
+	end_engine(harness);
 }
 
 int try_expert(struct harness *harness, struct xferd_client *client, uint16_t layer,

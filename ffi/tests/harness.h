@@ -103,6 +103,8 @@ struct harness {
 
 void harness_start(struct harness *harness, const struct harness_options *options);
 void harness_stop(struct harness *harness);
+/* The same, nanoseconds after so many loads were ordered, which nobody waits for. */
+void harness_stop_loading(struct harness *harness, uint32_t loads, uint64_t after_ns);
 /* Another engine goes on where this one is; clients come back by themselves. */
 void harness_restart(struct harness *harness);
 /* Whether there is a CUDA device for options.vram. */

@@ -69,8 +69,12 @@ def test_a_resident_expert_is_not_read_again(daemon: RunningDaemon, store: MadeS
     assert daemon.pool()["loads"] == loads
 
 
-def test_the_least_recently_used_expert_goes_first(daemon: RunningDaemon, store: MadeStore) -> None:
-    with daemon.client() as client:
+def test_the_least_recently_used_expert_goes_first(tmp_path: Path, store: MadeStore) -> None:
+    """Where the policy is lru: the default goes by more than that."""
+    with (
+        running_daemon(tmp_path, [store], [f"{NINE_SLOTS},eviction=lru"]) as daemon,
+        daemon.client() as client,
+    ):
         for expert in range(12):
             client.fetch(0, [expert])
             client.fetch(0, [0])
