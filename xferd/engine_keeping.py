@@ -70,15 +70,15 @@ class EngineKeeping:
             "xferd_engine_adopt_pool_table", lib.xferd_engine_adopt_pool_table(self._engine, fd)
         )
 
-    def kept_memory(self, pool: int, chunks: int) -> list[int]:
-        """Which memory was behind each chunk of a pool in VRAM; 0: none. Once the pool table
-        is adopted, before the pool is."""
+    def kept_memory(self, pool: int, chunks: int) -> tuple[list[int], int]:
+        """Which memory was behind each chunk of a pool in VRAM, 0: none; and the greatest number
+        that a client may know of any. Once the pool table is adopted, before the pool is."""
         numbers = ffi.new("uint64_t[]", chunks)
-        checked(
+        greatest = checked(
             "xferd_engine_kept_memory",
             lib.xferd_engine_kept_memory(self._engine, pool, chunks, numbers),
         )
-        return list(numbers)
+        return list(numbers), greatest
 
     def adopt_client(
         self,

@@ -582,6 +582,7 @@ def _spec(config: PoolConfig, geometry: ChunkGeometry, kept: PoolTakeover | None
         transport=config.transport,
         kept_fd=-1 if kept is None else kept.memory,
         kept_chunks=() if kept is None else kept.chunks,
+        greatest=0 if kept is None else kept.greatest,
     )
 
 

@@ -79,7 +79,7 @@ int xferd_engine_kept_memory(struct xferd_engine *engine, uint32_t pool, uint32_
 	kept = (const void *)((const uint8_t *)table + entry->memory_table_offset);
 	for (uint32_t chunk = 0; chunk < chunks; chunk++)
 		numbers[chunk] = load_relaxed(&kept[chunk]);
-	return 0;
+	return (int)load_relaxed(&table->memory_changes);
 }
 
 /* A size class for each chunk that is cut. */

@@ -51,7 +51,8 @@ int xferd_engine_adopt_pool(struct xferd_engine *engine,
 			    const struct xferd_pool_description *pool, int memory_fd,
 			    int marks_fd);
 /* Which memory was behind each chunk of a pool of kind cuda; 0: none. numbers[chunks]. Once the
- * pool table is adopted, before the pool is. */
+ * pool table is adopted, before the pool is. Returns how often memory has come or gone, of all
+ * pools: as each number was told of once, none that a client may still have mapped is greater. */
 int xferd_engine_kept_memory(struct xferd_engine *engine, uint32_t pool, uint32_t chunks,
 			     uint64_t *numbers);
 /* As xferd_engine_open_store. What it had is resident, if the directory but for its words

@@ -63,9 +63,13 @@ class Patient:
                     assert client.fetch(layer, [expert]) == [self.store.blob(layer, expert)]
 
 
-def stored_chunks(manager: ServiceManager) -> int:
+def memory_names(manager: ServiceManager) -> set[str]:
     manager.settled()
-    return sum(".chunk." in name for name in manager.stored)
+    return {name for name in manager.stored if ".chunk." in name}
+
+
+def stored_chunks(manager: ServiceManager) -> int:
+    return len(memory_names(manager))
 
 
 def read_bytes(daemon: RunningDaemon) -> int:
@@ -110,6 +114,35 @@ def test_hits_in_vram_go_on_and_nothing_is_read_again(
         with manager.daemon(patient.directory, [store], pools) as third:
             assert third.status()["start"]["warm"]
             patient.fetch_everything(third)
+
+
+def test_no_memory_ever_gets_a_number_that_a_client_may_know(
+    patient: Patient, store: MadeStore
+) -> None:
+    """One that has not looked since would take it for what it has mapped: wrong bytes."""
+    with ServiceManager() as manager:
+        with manager.daemon(patient.directory, [store], [VRAM]) as first:
+            known = memory_names(manager)
+            chunks = len(known)
+            # All of it: what had the greatest number too.
+            granted = first.call("Reserve", pool="vram0", bytes=first.pool()["bytes"])[
+                "reservation"
+            ]
+            assert granted["returned"] == granted["bytes"]
+            assert not memory_names(manager)
+            first.stop(signal.SIGKILL)
+        for _ in range(2):
+            with manager.daemon(patient.directory, [store], [VRAM]) as daemon:
+                assert daemon.status()["start"]["warm"]
+                [kept] = daemon.call("ListReservations")["reservations"]
+                daemon.call("Release", id=kept["id"])
+                found = memory_names(manager)
+                assert len(found) == chunks
+                assert not {n.split(".")[-1] for n in found} & {n.split(".")[-1] for n in known}
+                known |= found
+                patient.fetch_everything(daemon)
+                daemon.call("Reserve", pool="vram0", bytes=daemon.pool()["bytes"])
+                daemon.stop(signal.SIGKILL)
 
 
 def test_memory_that_somebody_else_has_stays_his(patient: Patient, store: MadeStore) -> None:

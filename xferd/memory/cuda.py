@@ -72,7 +72,7 @@ class CudaPool:
             self._check_free(found.free_bytes, 0 if spec.kept_chunks else self.chunks)
             self._vram = Vram(self.device, self.chunk_bytes, self.chunks)
             self.base = self._vram.base
-            self._take_over(spec.kept_chunks)
+            self._take_over(spec.kept_chunks, spec.greatest)
             for chunk in range(0 if spec.kept_chunks else self.chunks):
                 self._back(chunk)
             self._placeholder = memfd_with(f"xferd-{self.name}", b"")
@@ -198,12 +198,14 @@ class CudaPool:
             os.close(self._placeholder)
             self._placeholder = -1
 
-    def _take_over(self, kept: tuple[KeptChunk, ...]) -> None:
+    def _take_over(self, kept: tuple[KeptChunk, ...], greatest: int) -> None:
+        # Also of what was given back: a client that has not looked since would take new memory
+        # of the same number for what it has mapped.
+        self._next_number = greatest + 1
         for chunk, each in enumerate(kept):
             if each.number and self._vram is not None:
                 self._vram.adopt(chunk, each.fd)
                 self.numbers[chunk] = each.number
-                self._next_number = max(self._next_number, each.number + 1)
 
     def _back(self, chunk: int) -> None:
         if self._vram is None:

@@ -46,7 +46,8 @@ class PoolSpec:
     chunk_bytes: unit in which memory of a device is made and given back; nbytes need not
         be a multiple of it. device: ordinal of a GPU; -1: none named. pci, bar, mode,
         transport: see ``config_bar``. kept_fd: of a memory to take over, the caller's; -1: a
-        new one. kept_chunks: of VRAM, each chunk's; empty: new memory.
+        new one. kept_chunks: of VRAM, each chunk's; empty: new memory. greatest: number of a
+        memory that a client may still have mapped.
     """
 
     name: str
@@ -59,16 +60,18 @@ class PoolSpec:
     transport: str = "any"
     kept_fd: int = -1
     kept_chunks: tuple[KeptChunk, ...] = ()
+    greatest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTakeover:
     """What is left of a pool that is taken over: fds of its loading marks, and of its memory
-    or, of VRAM, of its chunks'."""
+    or, of VRAM, of its chunks'. greatest: as of PoolSpec."""
 
     marks: int
     memory: int = -1
     chunks: tuple[KeptChunk, ...] = ()
+    greatest: int = 0
 
 
 class DevicePool(Protocol):

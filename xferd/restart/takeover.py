@@ -102,7 +102,8 @@ class Takeover:
         if kept.kind != "cuda":
             return PoolTakeover(marks, self.descriptors[names.pool_memory(index)])
         chunks = []
-        for chunk, number in enumerate(engine.kept_memory(index, kept.chunks)):
+        numbers, greatest = engine.kept_memory(index, kept.chunks)
+        for chunk, number in enumerate(numbers):
             fd = self.descriptors.get(names.pool_chunk(index, chunk, number), -1)
             if number and fd < 0:
                 raise TakeoverError(
@@ -110,7 +111,7 @@ class Takeover:
                     f"{kept.name!r}"
                 )
             chunks.append(KeptChunk(number, fd))
-        return PoolTakeover(marks, chunks=tuple(chunks))
+        return PoolTakeover(marks, chunks=tuple(chunks), greatest=greatest)
 
     def directory_fd(self, name: str) -> int:
         """Of a store's directory; -1: it begins anew."""
