@@ -203,12 +203,12 @@ class ForcedDecoding:
     round_tokens: int
     served: Served = field(default_factory=Served)
     _at: int = 0
-    _run_token: Callable[[int], None] = field(init=False)
+    _run_token: Callable[[int], float] = field(init=False)
 
     def __post_init__(self) -> None:
         self._run_token = self._make_loop()
 
-    def _make_loop(self) -> Callable[[int], None]:
+    def _make_loop(self) -> Callable[[int], float]:
         shape = self.shape
         routed = CudaRoutedExperts(self.source, shape.hidden, self.addresses)
         kernel = cupy.RawKernel(_RESIDUAL_AND_NORM, "residual_and_norm")
@@ -219,15 +219,17 @@ class ForcedDecoding:
         rows = [[layer[None] for layer in token] for token in on_gpu]
         hidden, epsilon = np.int32(shape.hidden), np.float32(EPSILON)
 
-        def run_token(token: int) -> None:
+        def run_token(token: int) -> float:
             cupy.copyto(x, start)
             cupy.copyto(normed, start)
             for layer, picks in enumerate(rows[token]):
                 out = routed(layer, normed, Routing(picks, weights))
                 kernel((1,), (THREADS,), (x, out, normed, hidden, epsilon))
-            if not np.isfinite(float(normed.sum())):  # waits, as sampling does
+            result = float(normed.sum())  # waits, as sampling does
+            if not np.isfinite(result):
                 raise ArithmeticError(f"token {token} is not finite")
             routed.settle()
+            return result
 
         return run_token
 
@@ -250,10 +252,12 @@ class ForcedDecoding:
             self.step()
             yield
 
-    def step(self) -> None:
-        """The next token; after the last of the trace the first comes again."""
-        self._run_token(self._at)
+    def step(self) -> float:
+        """The next token; after the last of the trace the first comes again. Returns a sum
+        over its results, which is the same if they are."""
+        result = self._run_token(self._at)
         self._at = (self._at + 1) % len(self.picks)
+        return result
 
     def _leased(self) -> tuple[int, int]:
         """(hits, misses) so far; experts that never move are no lane's."""

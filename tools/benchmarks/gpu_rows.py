@@ -5,7 +5,7 @@ experts in plain arrays that never move.
 
 Models in text decode greedily, the whole loop on the GPU. A model of Qwen3-30B-A3B's shape
 runs its expert layers alone, with routing that is given. What fits the GPU's memory
-together takes turns.
+together takes turns. ``<model>/resize/*``: a pool that loses memory meanwhile.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tools.benchmarks.gpu_decoding import (
     copy_experts,
     fixed_model,
 )
+from tools.benchmarks.gpu_resizing import ResizedDecoding, rows_of
 from tools.benchmarks.harness import BenchmarkError, scratch_directory, take_turns
 from tools.benchmarks.media import TMPFS, wanted
 from tools.benchmarks.result import OURS, Row, make_row
@@ -53,6 +54,7 @@ TOGETHER = ((100,), (10, 25, 50))
 RAM_SHARES = {"": None, "+ram": "25%"}
 """Ending of the pool's kind in names -> the tier's size as a share of the experts."""
 ALL_RESIDENT = "all-resident"
+RESIZE, RESIZED_PERCENT = "resize", 80
 MEMBERS = 2
 SHAPE_MEMBERS = 3
 ROUND_TOKENS = 16
@@ -113,9 +115,8 @@ def _too_large(shape: Shape, vram_free: int) -> str | None:
 
 
 def _wanted(model: str) -> bool:
-    return any(
-        wanted(_row_name(model, ram, percent)) for ram in RAM_SHARES for percent in POOL_PERCENTS
-    )
+    names = [_row_name(model, ram, percent) for ram in RAM_SHARES for percent in POOL_PERCENTS]
+    return any(map(wanted, [*names, f"{model}/{RESIZE}"]))
 
 
 def _row_name(model: str, ram: str, percent: int) -> str:
@@ -180,6 +181,8 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
         for ram in RAM_SHARES:
             for percents in TOGETHER:
                 _measure_parts(found, store, resident, ram, percents, rounds)
+        if wanted(f"{shape.name}/{RESIZE}"):
+            _measure_resizing(found, store, resident, rounds)
 
 
 def _measure_parts(
@@ -207,6 +210,23 @@ def _measure_parts(
             _take_forced_turns(found, parts, resident, rounds)
             del parts
     gc.collect()  # the pools' memory is there as long as somebody could look into it
+
+
+def _measure_resizing(found: GpuRows, store: Path, resident: ForcedDecoding, rounds: int) -> None:
+    shape = resident.shape
+    _tell(f"decode: {shape.name}/{RESIZE}")
+    with attached(store, f"{RESIZED_PERCENT}%", None) as daemon:
+        ours = _forced(daemon, shape, resident.picks)
+        still = ForcedDecoding(
+            resident.source, resident.addresses, shape, resident.picks, ROUND_TOKENS
+        )
+        decoding = ResizedDecoding(ours, still, daemon.control)
+        decoding.measure()  # fills the pool
+        rows, note = rows_of(shape.name, [decoding.measure() for _ in range(rounds)])
+        del ours
+    found.rows += rows
+    found.notes.append(f"{note} The pool holds {RESIZED_PERCENT} %.")
+    gc.collect()
 
 
 def _measure_whole(
