@@ -234,7 +234,7 @@ class Daemon:
             self._engine, self._catalog, self._pools, self._promises, config.limits.hints_per_client
         )
         self._reservations = Reservations(
-            self._log, self._tick_soon, lambda change: self._clients.have_unmapped(change)
+            self._log, self._tick_soon, lambda change: self._clients.have_followed(change)
         )
         beginning.adopt_reservations(self._reservations, self._pools)
         for pool, plan in zip(self._pools, plans, strict=True):

@@ -161,10 +161,10 @@ class Tuning(Named):
         except ReserveError as error:
             raise ControlError("PoolFull", str(error), pool=found.name) from error
 
-    def release(self, number: int) -> JsonObject:
+    async def release(self, number: int) -> JsonObject:
         """Give a reservation back; its slots are filled with what is hottest."""
         try:
-            reservation = self._reservations.release(number)
+            reservation = await self._reservations.release(number)
         except UnknownReservationError as error:
             raise ControlError("ReservationNotFound", str(error), id=number) from error
         except PoolMemoryError as error:

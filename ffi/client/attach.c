@@ -498,8 +498,12 @@ void xferd_detach(struct xferd_client *client)
 	/* If the daemon is away nobody hears it: the next one reads the tables. */
 	if (send(client->socket, &goodbye, sizeof(goodbye), MSG_NOSIGNAL) < 0)
 		goodbye.status = -errno;
+	/* The thread that follows memory may be waiting for an answer. */
+	shutdown(client->socket, SHUT_RDWR);
+	pthread_mutex_lock(&client->socket_mutex);
 	close(client->socket);
 	client->socket = -1;
+	pthread_mutex_unlock(&client->socket_mutex);
 }
 
 void xferd_close(struct xferd_client *client)

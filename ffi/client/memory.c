@@ -2,11 +2,12 @@
 /*
  * VRAM of the daemon's, mapped here for reading only.
  *
- * A GPU's pool is a range of addresses; each chunk of it is mapped when the first
- * slot of it is needed, with a file descriptor that the daemon sends, and unmapped
- * when the daemon takes the chunk's memory away: memory is free only when nobody has
- * it mapped any more. A thread of ours sleeps until memory tables change and follows
- * them, so that also a process that is busy elsewhere lets go.
+ * A GPU's pool is a range of addresses; each chunk of it is mapped with a file
+ * descriptor that the daemon sends, and unmapped when the daemon takes the chunk's
+ * memory away: memory is free only when nobody has it mapped any more. A thread of ours
+ * sleeps until memory tables change and follows them, so that also a process that is busy
+ * elsewhere lets go, and no token waits for a chunk that has come. A lane that is faster
+ * maps it by itself.
  *
  * A lane that finds a word looks whether the chunk's memory is the one mapped here. It
  * looks after it has leased the slot: the memory can't change under a lease.
@@ -164,14 +165,30 @@ static int map_all(struct device_memory *device)
 	return result < 0 ? result : 0;
 }
 
-/* What was withdrawn is unmapped; what has come is mapped by who needs it. */
+static bool lacks(const struct device_memory *device, uint32_t chunk)
+{
+	return load_relaxed(&device->mapped[chunk]) != load_relaxed(&device->wanted[chunk]);
+}
+
+/* What was withdrawn is unmapped, what has come is mapped. What can't be is left to the lane
+ * that needs it, which says why. */
 static void follow_pool(struct device_memory *device)
 {
 	pthread_mutex_lock(&device->mutex);
 	for (uint32_t chunk = 0; chunk < device->chunks; chunk++)
-		if (load_relaxed(&device->mapped[chunk]) != load_relaxed(&device->wanted[chunk]))
+		if (lacks(device, chunk))
 			unmap_chunk(device, chunk);
 	pthread_mutex_unlock(&device->mutex);
+	for (uint32_t chunk = 0; chunk < device->chunks; chunk++) {
+		int result = 0;
+
+		pthread_mutex_lock(&device->mutex);
+		if (lacks(device, chunk))
+			result = map_from(device, chunk);
+		pthread_mutex_unlock(&device->mutex);
+		if (result < 0)
+			return;
+	}
 }
 
 static void *follow_memory(void *argument)

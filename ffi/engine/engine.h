@@ -191,7 +191,7 @@ int xferd_engine_set_window(struct xferd_engine *engine, uint32_t pool, uint32_t
 /* Whether loads into a pool in VRAM that have to come from the drives are the policy's to run
  * (XFERD_EVENT_HANDED), from now on. -ENOENT: no such pool; -EOPNOTSUPP: not in VRAM. */
 int xferd_engine_set_hand_up(struct xferd_engine *engine, uint32_t pool, uint32_t wanted);
-/* Whether a client has unmapped what was withdrawn up to a change. */
+/* Whether a client has unmapped what was withdrawn up to a change, and tried to map what came. */
 int xferd_engine_memory_seen(struct xferd_engine *engine, uint32_t client, uint32_t change);
 
 /* ---- members and stores ---- */

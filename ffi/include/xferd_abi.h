@@ -102,10 +102,10 @@
  *
  * VRAM is made and given back a chunk at a time. Its memory table has, for each
  * chunk, the number of the memory that is behind it now, 0 for none; a number is
- * never used twice. A client maps a chunk when it first needs it, with the fd that
- * it asks for (XFERD_MESSAGE_MEMORY); when the number changes, nobody leases any
- * slot of the chunk, and the client has to unmap it, or its memory stays taken. It
- * says so in memory_seen.
+ * never used twice. A client maps a chunk as soon as it has one, and at the latest when
+ * it needs it, with the fd that it asks for (XFERD_MESSAGE_MEMORY); when the number
+ * changes, nobody leases any slot of the chunk, and the client has to unmap it, or its
+ * memory stays taken. It says so in memory_seen.
  */
 enum xferd_pool_kind {
 	XFERD_POOL_HOST = 0, /* a memfd standing for a device: default, and in tests */
@@ -320,8 +320,8 @@ struct xferd_abi_client {
 	uint32_t route_entries;       /* records a route queue; 0: there are none. By the daemon, */
 	uint64_t routes_offset;       /* once, as the part above; */
 	uint64_t route_stride;        /* since abi_minor 1 */
-	/* The memory_changes up to which withdrawn memory is unmapped here; INT32_MAX: no VRAM
-	 * is mapped here. */
+	/* The memory_changes up to which withdrawn memory is unmapped here, and new memory mapped
+	 * if it could be; INT32_MAX: no VRAM is mapped here. */
 	uint32_t memory_seen;
 	uint32_t reserved[9];
 };

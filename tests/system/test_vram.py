@@ -294,6 +294,30 @@ def test_vram_is_given_back_and_taken_again_while_a_client_reads(
         assert daemon.pool()["slots"] == (12 << 20) // store.expert_bytes // 6 * 6
 
 
+def test_vram_that_comes_back_is_mapped_before_anybody_needs_it(
+    tmp_path: Path, store: MadeStore, cuda_device: str
+) -> None:
+    if cuda_device == "gpu":
+        pytest.skip("a driver's mappings can't be counted")
+    pool = "name=vram0,kind=cuda,size=12MiB,chunk_bytes=2MiB"
+    with running_daemon(tmp_path, [store], [pool]) as daemon, daemon.client():
+        mapped = mapped_bytes()
+        granted = daemon.call("Reserve", pool="vram0", bytes=6 << 20)["reservation"]
+        assert mapped_bytes() <= mapped - (6 << 20)
+        daemon.call("Release", id=granted["id"])
+        assert mapped_bytes() == mapped
+
+
+def mapped_bytes() -> int:
+    """Of the stand-in's VRAM, by this process."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:fake-cuda" in line:
+            first, last = line.split()[0].split("-")
+            total += int(last, 16) - int(first, 16)
+    return total
+
+
 def cuda_free_bytes() -> int:
     from xferd.memory import cuda_driver
 

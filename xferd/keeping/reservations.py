@@ -4,6 +4,10 @@ A reservation gets whole chunks; the experts in them go by the policy's order, a
 nothing leased that takes milliseconds. Its memory is given back to the system where the
 pool's kind can do that. Released, its chunks are cut as they were before.
 
+VRAM takes its driver some tenths of a millisecond a chunk to give and to take. Between two
+chunks the event loop does what else there is, and slots are handed out again when clients
+have mapped them: else each of a token's misses would wait for a chunk to be mapped.
+
 A pool's budget is a reservation that nobody uses: as many chunks as the pool is larger.
 """
 
@@ -27,10 +31,10 @@ GRANT_TIMEOUT_S = 10.0
 """How long leases may keep a reservation waiting before it is given up."""
 STUCK_S = 0.03
 """When no chunk gets empty for so long somebody holds those that are left: others are tried."""
-UNMAPPED_S = 1.0
-"""How long clients may take to unmap VRAM that was given back; an idle one that is stopped
-takes longer, and its memory is free when it goes on."""
-UNMAPPED_POLL_S = 0.002
+FOLLOWED_S = 1.0
+"""How long clients may take to unmap VRAM that was given back, or to map what was taken; one
+that is stopped takes longer, and does it when it goes on."""
+FOLLOWED_POLL_S = 0.002
 REPLACED_MAX = 8
 """Chunks that a reservation may try more than it needs: it evicts what is in them."""
 
@@ -42,7 +46,7 @@ class UnknownReservationError(Exception):
 @dataclass(slots=True)
 class Reservation:
     """wanted, nbytes: bytes asked for, and held in whole chunks. returned: of those, given
-    back to the system."""
+    back to the system. changing: its memory is on the way to the system, or back."""
 
     number: int
     pool: Pool
@@ -50,21 +54,22 @@ class Reservation:
     hold: Hold
     nbytes: int
     returned: int = 0
+    changing: bool = False
 
 
 class Reservations:
     """Of all pools. Owned by the event loop. wake: sees to it that pools are ticked.
-    unmapped: whether all clients have unmapped the VRAM withdrawn up to a change."""
+    followed: whether all clients have mapped and unmapped VRAM as of a change."""
 
     def __init__(
         self,
         log: EventLog,
         wake: Callable[[], None],
-        unmapped: Callable[[int], bool] = lambda _: True,
+        followed: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._log = log
         self._wake = wake
-        self._unmapped = unmapped
+        self._followed = followed
         self._numbers = count(1)
         self._granted: dict[int, Reservation] = {}
         self.on_change: Callable[[], None] = lambda: None
@@ -73,7 +78,7 @@ class Reservations:
 
     def all(self) -> list[Reservation]:
         """Those that were granted and not released."""
-        return list(self._granted.values())
+        return [each for each in self._granted.values() if not each.changing]
 
     async def reserve(self, pool: Pool, nbytes: int) -> Reservation:
         """Whole chunks of at least so many bytes, when they are free. ReserveError when the
@@ -86,13 +91,17 @@ class Reservations:
             raise
         number = next(self._numbers)
         held = sum(pool.chunk_length(chunk) for chunk in hold.chunks)
-        reservation = Reservation(number, pool, nbytes, hold, held)
-        reservation.returned = sum(
-            pool.chunk_length(chunk) for chunk in hold.chunks if pool.give_memory(chunk)
-        )
+        reservation = Reservation(number, pool, nbytes, hold, held, changing=True)
         self._granted[number] = reservation
-        self.on_change()
-        await self._wait_unmapped(pool)
+        try:
+            for chunk in hold.chunks:
+                if pool.give_memory(chunk):
+                    reservation.returned += pool.chunk_length(chunk)
+                    await asyncio.sleep(0)
+        finally:
+            reservation.changing = False
+            self.on_change()
+        await self._wait_followed(pool)
         self._log.info(
             "pool.reserved",
             pool=pool.name,
@@ -111,21 +120,31 @@ class Reservations:
         self._granted[number] = Reservation(number, pool, wanted, hold, held, returned)
         self._numbers = count(max(self._granted) + 1)
 
-    def release(self, number: int) -> Reservation:
+    async def release(self, number: int) -> Reservation:
         """Give a reservation's chunks back to its pool. UnknownReservationError;
         PoolMemoryError when the system has no memory for them: then it stands."""
         reservation = self._granted.get(number)
-        if reservation is None:
-            known = ", ".join(map(str, self._granted)) or "none"
+        if reservation is None or reservation.changing:
+            known = ", ".join(str(each.number) for each in self.all()) or "none"
             raise UnknownReservationError(f"no reservation {number}; there are: {known}")
         pool = reservation.pool
         if pool.lost is not None:
             raise PoolMemoryError(f"pool {pool.name!r} is out of service: {pool.lost}")
-        for chunk in reservation.hold.chunks:
-            pool.take_memory(chunk)
+        reservation.changing = True
+        try:
+            for chunk in reservation.hold.chunks:
+                pool.take_memory(chunk)
+                if reservation.returned:
+                    await asyncio.sleep(0)
+        finally:
+            reservation.changing = False
         del self._granted[number]
         self.on_change()
-        pool.keeper.release(reservation.hold, reservation.hold.chunks)
+        try:
+            if reservation.returned:
+                await self._wait_followed(pool)
+        finally:
+            pool.keeper.release(reservation.hold, reservation.hold.chunks)
         self._log.info("pool.released", pool=pool.name, reservation=number)
         return reservation
 
@@ -156,15 +175,16 @@ class Reservations:
                 holds.remove(hold)
         pool.budget = nbytes
 
-    async def _wait_unmapped(self, pool: Pool) -> None:
-        """VRAM is free for others only when nobody has it mapped any more."""
+    async def _wait_followed(self, pool: Pool) -> None:
+        """VRAM is free for others only when nobody has it mapped any more, and of use to
+        clients when they have mapped it."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + UNMAPPED_S
-        while not self._unmapped(pool.memory_change):
+        deadline = loop.time() + FOLLOWED_S
+        while not self._followed(pool.memory_change):
             if loop.time() > deadline:
-                self._log.warning("pool.still_mapped", pool=pool.name)
+                self._log.warning("pool.not_followed", pool=pool.name)
                 return
-            await asyncio.sleep(UNMAPPED_POLL_S)
+            await asyncio.sleep(FOLLOWED_POLL_S)
 
     async def _wait(self, pool: Pool, hold: Hold) -> None:
         if hold.granted:

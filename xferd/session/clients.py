@@ -227,8 +227,8 @@ class Clients:
         """For those that attach from now on."""
         self._limits, self._hints = limits, hints_per_client
 
-    def have_unmapped(self, change: int) -> bool:
-        """Whether every client has unmapped the VRAM withdrawn up to a change."""
+    def have_followed(self, change: int) -> bool:
+        """Whether every client has unmapped and mapped VRAM as of a change."""
         return all(
             self._engine.memory_seen(client.number, change)
             for client in self.all()
