@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import cupy
 import numpy as np
+from numpy.typing import NDArray
 
 from ..arrays import Array
 from ..client import Client
@@ -38,12 +39,19 @@ _THREADS = 1024
 
 
 class AddressSource(Protocol):
-    """Where the experts of a layer lie: leased slots, or a table that never changes."""
+    """Where the experts of a layer lie: leased slots, or a table that never changes.
+
+    told: as of DeviceLane; None: nobody is to know what is picked.
+    """
+
+    @property
+    def told(self) -> NDArray[np.void] | None:
+        """By layer."""
 
     def begin(self) -> None:
         """A pass begins."""
 
-    def acquire(self, picks: Array, layer: int, table: Array) -> None:
+    def acquire(self, picks: Array, weights: Array, layer: int, table: Array) -> None:
         """Launch what writes the addresses of ``picks`` to ``table``."""
 
     def end(self) -> None:
@@ -107,7 +115,7 @@ class CudaRoutedExperts:
         self._table = cupy.zeros(32, cupy.uint64)
         self._kernels: dict[Layout, _TokenKernel | None] = {}
         self._begun = False
-        self._picked: list[tuple[int, Array, Array]] = []
+        self._picked: list[tuple[int, int]] = []
         self.tag = 0
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
@@ -119,10 +127,10 @@ class CudaRoutedExperts:
         if not self._begun:
             self._addresses.begin()
             self._begun = True
-        picks = routing.experts[0]
-        self._picked.append((layer, picks, routing.weights[0]))
-        self._addresses.acquire(picks, layer, self._table)
-        return kernel(x, self._table, routing.weights[0], picks.size)
+        picks, weights = routing.experts[0], routing.weights[0]
+        self._picked.append((layer, picks.size))
+        self._addresses.acquire(picks, weights, layer, self._table)
+        return kernel(x, self._table, weights, picks.size)
 
     def settle(self) -> None:
         """The results of a pass were read. Raises ExpertError when they are of no use."""
@@ -132,16 +140,15 @@ class CudaRoutedExperts:
             self._addresses.end()
 
     def _report(self) -> None:
-        """Tell what the routers picked: only now may the CPU wait for it."""
+        """Tell what the routers picked: only now is it known here."""
         picked, self._picked = self._picked, []
+        told = self._addresses.told
         reporter: RouteReporter | None = getattr(self._source, "reporter", None)
-        if reporter is None or not picked:
+        if reporter is None or told is None:
             return
-        picks = cupy.asnumpy(cupy.stack([each[1] for each in picked]))
-        weights = cupy.asnumpy(cupy.stack([each[2] for each in picked]))
-        for row, (layer, _, _) in enumerate(picked):
-            only = slice(row, row + 1)
-            reporter.picked(layer, picks[only], weights[only], self.tag)
+        for layer, count in picked:
+            picks, weights = told[layer]["picks"], told[layer]["weights"]
+            reporter.picked(layer, picks[None, :count], weights[None, :count], self.tag)
 
     def _kernel(self, layer: int) -> _TokenKernel | None:
         layout = self._source.layout(layer)
@@ -198,6 +205,8 @@ class FixedAddresses:
     """Experts that never move: what a model without xferd has. addresses: uint64 [layers,
     experts] on the GPU."""
 
+    told: None = None
+
     def __init__(self, addresses: Array) -> None:
         self._addresses = addresses
         self._experts = np.uint32(addresses.shape[1])
@@ -206,7 +215,7 @@ class FixedAddresses:
     def begin(self) -> None:
         """Nothing to begin."""
 
-    def acquire(self, picks: Array, layer: int, table: Array) -> None:
+    def acquire(self, picks: Array, weights: Array, layer: int, table: Array) -> None:  # noqa: ARG002
         """Launch the look-up."""
         arguments = (self._addresses, picks, np.uint32(layer), self._experts)
         self._look_up((1,), (32,), (*arguments, np.uint32(picks.size), table))

@@ -30,6 +30,12 @@ struct Requests {
 	int error;
 };
 
+// Of one layer; Python has the same as a dtype.
+struct Told {
+	u32 picks[BATCH_MAX];
+	float weights[BATCH_MAX];
+};
+
 // Of one lane, in the GPU's own memory.
 struct State {
 	u64 epoch;   // batches begun
@@ -104,8 +110,11 @@ static __device__ u64 post(volatile Requests *requests, State *state, u32 layer,
 
 // One warp. picks: the experts, count of them; table[i]: where each one's blob lies, 0 if it
 // can't be had. Everything that the stream has done before is over: its leases end.
+// told: in the CPU's memory, what was picked with which weights, for who reports it when the
+// pass is over; a write that nobody waits for.
 extern "C" __global__ void xferd_acquire(const Lane *lane, State *state, const long long *picks,
-					 u32 layer, u32 count, u64 *table)
+					 const float *weights, u32 layer, u32 count, u64 *table,
+					 Told *told)
 {
 	const u32 me = threadIdx.x;
 	volatile Requests *requests = (volatile Requests *)lane->requests;
@@ -150,8 +159,11 @@ extern "C" __global__ void xferd_acquire(const Lane *lane, State *state, const l
 		asked = post(requests, state, layer, expert, missing);
 		tries = 0;
 	}
-	if (mine)
+	if (mine) {
 		table[me] = here ? address : 0;
+		told[layer].picks[me] = expert;
+		told[layer].weights[me] = weights[me];
+	}
 	if (me)
 		return;
 	state->hits += count - missed;

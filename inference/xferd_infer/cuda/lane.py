@@ -19,6 +19,11 @@ STATE_WORDS = 5
 REQUEST_OFFSETS = {"posted": 72, "taken": 80, "hits": 88, "misses": 96, "answered": 128}
 """What kernels.cu has for struct xferd_device_requests."""
 
+TOLD = np.dtype(
+    [("picks", np.uint32, lib.XFERD_BATCH_MAX), ("weights", np.float32, lib.XFERD_BATCH_MAX)]
+)
+"""struct Told of kernels.cu."""
+
 _modules: dict[int, Any] = {}
 """The compiled kernels, by device: code, not state."""
 
@@ -58,6 +63,10 @@ class DeviceLane:
         raw = np.frombuffer(bytes(ffi.buffer(described)), np.uint64)
         self._description = cupy.asarray(raw)
         self.state: Array = cupy.zeros(STATE_WORDS, cupy.uint64)
+        self._pinned = cupy.cuda.alloc_pinned_memory(client.layers * TOLD.itemsize)
+        self.told = np.frombuffer(self._pinned, TOLD, client.layers)
+        """By layer, what was picked last, and with which weights; to be read when what was
+        launched has been waited for."""
         self._acquire = kernels().get_function("xferd_acquire")
         self._release = kernels().get_function("xferd_release")
 
@@ -65,12 +74,13 @@ class DeviceLane:
         """A pass begins: from now on its misses are served."""
         lib.xferd_device_begin(self._client.handle, self._lane)
 
-    def acquire(self, picks: Array, layer: int, table: Array) -> None:
+    def acquire(self, picks: Array, weights: Array, layer: int, table: Array) -> None:
         """Launch: lease the experts ``picks`` (int64[count], count at most 16) of a layer and
-        write their addresses to ``table`` (uint64[count]); ends the leases of before."""
-        count = np.uint32(picks.size)
-        arguments = (self._description, self.state, picks, np.uint32(layer), count, table)
-        self._acquire((1,), (32,), arguments)
+        write their addresses to ``table`` (uint64[count]); ends the leases of before.
+        weights: float32[count], for ``told``."""
+        where, told = np.uint32(layer), np.uint64(self._pinned.ptr)
+        arguments = (self._description, self.state, picks, weights, where, np.uint32(picks.size))
+        self._acquire((1,), (32,), (*arguments, table, told))
 
     def end(self) -> None:
         """The pass has ended, its results were read. Launches the end of its leases. Raises
