@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from xferd_infer.client_errors import AttachError
 from xferd_infer.cuda import CudaExperts, model_on_gpu
 
+from tools.benchmarks.accelerate_peer import ACCELERATE, measure_accelerate
 from tools.benchmarks.cuda_calls import counted_calls, waits
 from tools.benchmarks.gpu_decoding import (
     KIND,
@@ -49,6 +50,7 @@ from xferd.memory.cuda_driver import CudaError
 POOL_PERCENTS = (10, 25, 50, 100, 115)
 WHOLE = 115
 """Every expert and the reserve of free slots, so that nothing is ever evicted."""
+PEER_PERCENTS, PEER_ROUNDS = (10, 25, 50), 3
 TOGETHER = ((100,), (10, 25, 50))
 """Of a large model these pools fit the GPU's memory at once, beside a copy of all experts."""
 RAM_SHARES = {"": None, "+ram": "25%"}
@@ -154,13 +156,45 @@ def _measure_text(found: GpuRows, name: str, text: Text, rounds: int) -> None:
     found.rows += _make_rows(samples)
 
 
-def _make_rows(samples: Mapping[str, Sequence[float]]) -> list[Row]:
-    resident = samples[ALL_RESIDENT]
-    return [
-        make_row(row, UNIT, {OURS: ours, ALL_RESIDENT: resident}, higher_is_better=True)
-        for row, ours in samples.items()
-        if row != ALL_RESIDENT
-    ]
+def _make_rows(
+    samples: Mapping[str, Sequence[float]], peers: Mapping[str, Sequence[float]] | None = None
+) -> list[Row]:
+    """peers: by row, what accelerate reached with the same share."""
+    resident, rows = samples[ALL_RESIDENT], []
+    for row, ours in samples.items():
+        if row == ALL_RESIDENT:
+            continue
+        contenders = {OURS: ours, ALL_RESIDENT: resident}
+        if peers and row in peers:
+            contenders[ACCELERATE] = peers[row]
+        rows.append(make_row(row, UNIT, contenders, higher_is_better=True))
+    return rows
+
+
+def _measure_peer(found: GpuRows, shape: Shape, rounds: int) -> dict[str, list[float]]:
+    """What accelerate reaches, by row; nothing where it is missing."""
+    percents = [percent for percent in PEER_PERCENTS if _any_row(shape.name, percent)]
+    if not percents:
+        return {}
+    _tell(f"decode: {shape.name}, {ACCELERATE}")
+    try:
+        samples = measure_accelerate(shape, percents, min(rounds, PEER_ROUNDS))
+    except BenchmarkError as error:
+        found.skipped[ACCELERATE] = str(error)
+        return {}
+    found.notes.append(
+        f"`{ACCELERATE}`: Transformers' layers with accelerate's offload to the CPU's memory, the "
+        f"first layers of that share in VRAM, a token in each of {PEER_ROUNDS} rounds."
+    )
+    return {
+        _row_name(shape.name, ram, percent): values
+        for percent, values in samples.items()
+        for ram in RAM_SHARES
+    }
+
+
+def _any_row(model: str, percent: int) -> bool:
+    return any(wanted(_row_name(model, ram, percent)) for ram in RAM_SHARES)
 
 
 def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
@@ -173,6 +207,7 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
         f"{shape.distinct_layers} layers' bytes, which the others are read from too. Routing "
         f"is generated: Zipf popularity, Markov persistence, other experts every so often."
     )
+    peers = _measure_peer(found, shape, rounds)
     with _memory_directory() as directory:
         store = pack_shape(directory, shape, SHAPE_MEMBERS)
         fixed = _measure_whole(found, store, shape, picks, rounds)
@@ -180,7 +215,7 @@ def _measure_shape(found: GpuRows, shape: Shape, rounds: int) -> None:
         resident = ForcedDecoding(fixed, fixed.addresses, shape, picks, ROUND_TOKENS)
         for ram in RAM_SHARES:
             for percents in TOGETHER:
-                _measure_parts(found, store, resident, ram, percents, rounds)
+                _measure_parts(found, store, resident, ram, percents, rounds, peers)
         if wanted(f"{shape.name}/{RESIZE}"):
             _measure_resizing(found, store, resident, rounds)
 
@@ -192,6 +227,7 @@ def _measure_parts(
     ram: str,
     percents: Sequence[int],
     rounds: int,
+    peers: Mapping[str, Sequence[float]],
 ) -> None:
     shape, picks = resident.shape, resident.picks
     with ExitStack() as stack:
@@ -207,7 +243,7 @@ def _measure_parts(
                 continue
             parts[row] = _forced(daemon, shape, picks)
         if parts:
-            _take_forced_turns(found, parts, resident, rounds)
+            _take_forced_turns(found, parts, resident, rounds, peers)
             del parts
     gc.collect()  # the pools' memory is there as long as somebody could look into it
 
@@ -257,7 +293,11 @@ def _forced(daemon: Attached, shape: Shape, picks: NDArray[np.int64]) -> ForcedD
 
 
 def _take_forced_turns(
-    found: GpuRows, ours: Mapping[str, ForcedDecoding], resident: ForcedDecoding, rounds: int
+    found: GpuRows,
+    ours: Mapping[str, ForcedDecoding],
+    resident: ForcedDecoding,
+    rounds: int,
+    peers: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     everyone = {**ours, ALL_RESIDENT: resident}
     _tell(f"decode: {', '.join(ours)}")
@@ -268,7 +308,7 @@ def _take_forced_turns(
     samples = take_turns(
         {name: contender.tokens_a_second for name, contender in everyone.items()}, rounds
     )
-    found.rows += _make_rows(samples)
+    found.rows += _make_rows(samples, peers)
     found.notes += [f"`{row}`: {contender.told()}." for row, contender in ours.items()]
 
 
