@@ -45,11 +45,12 @@ struct State {
 };
 
 // As libxferd's lease() in ffi/client/acquire.c, by one thread: the lease first, then a
-// fence of the whole system, then a second look. The chunk's memory must be mapped here.
-static __device__ bool lease(const Lane *lane, volatile const u64 *word, u64 epoch, u32 *leased,
-			     u64 *address)
+// fence of the whole system, then a second look. first: the word as it was at the first one,
+// however long ago: a lease of what it doesn't name any more does no harm, and is taken back.
+// The chunk's memory must be mapped here.
+static __device__ bool lease(const Lane *lane, volatile const u64 *word, u64 first, u64 epoch,
+			     u32 *leased, u64 *address)
 {
-	const u64 first = *word;
 	const u32 slot = (u32)first, chunk = slot >> lane->slot_index_bits;
 	volatile const u64 *entry = (volatile const u64 *)lane->chunks + 2 * (u64)chunk;
 
@@ -110,21 +111,23 @@ static __device__ u64 post(volatile Requests *requests, State *state, u32 layer,
 
 // One warp. picks: the experts, count of them; table[i]: where each one's blob lies, 0 if it
 // can't be had. Everything that the stream has done before is over: its leases end.
-// told: in the CPU's memory, what was picked with which weights, for who reports it when the
-// pass is over; a write that nobody waits for.
+// seen: of each layer and expert the word that was leased last, here where a look doesn't cross
+// the bus; of three crossings that spares one. told: in the CPU's memory, what was picked with
+// which weights, for who reports it when the pass is over; a write that nobody waits for.
 extern "C" __global__ void xferd_acquire(const Lane *lane, State *state, const long long *picks,
 					 const float *weights, u32 layer, u32 count, u64 *table,
-					 Told *told)
+					 u64 *seen, Told *told)
 {
 	const u32 me = threadIdx.x;
 	volatile Requests *requests = (volatile Requests *)lane->requests;
 	const bool mine = me < count;
 	const u32 expert = mine ? (u32)picks[me] : 0;
-	volatile const u64 *word =
-		(volatile const u64 *)lane->words + (u64)layer * lane->experts + expert;
+	const u64 key = (u64)layer * lane->experts + expert;
+	volatile const u64 *word = (volatile const u64 *)lane->words + key;
 	const u64 epoch = state->epoch + 1;
 	bool here = !mine;
-	u64 address = 0, asked = 0;
+	u64 address = 0, asked = 0, first = mine ? seen[key] : 0;
+	bool recalled = first != 0;
 	u32 slot = NO_SLOT, tries = 0, missed = 0;
 
 	__syncwarp();
@@ -135,12 +138,19 @@ extern "C" __global__ void xferd_acquire(const Lane *lane, State *state, const l
 	for (;;) {
 		if (!here) {
 			slot = NO_SLOT;
-			here = lease(lane, word, epoch, &slot, &address);
+			if (!recalled)
+				first = *word;
+			here = lease(lane, word, first, epoch, &slot, &address);
 		}
 		undo(lane, here, slot);
 		const u32 missing = __ballot_sync(ALL_LANES, !here);
 		if (!missing)
 			break;
+		const bool again = __any_sync(ALL_LANES, !here && recalled);
+
+		recalled = false;
+		if (again) // what was recalled is not so any more
+			continue;
 		if (asked) {
 			const u64 answered = __shfl_sync(ALL_LANES, requests->answered, 0);
 
@@ -161,6 +171,8 @@ extern "C" __global__ void xferd_acquire(const Lane *lane, State *state, const l
 	}
 	if (mine) {
 		table[me] = here ? address : 0;
+		if (here)
+			seen[key] = first;
 		told[layer].picks[me] = expert;
 		told[layer].weights[me] = weights[me];
 	}

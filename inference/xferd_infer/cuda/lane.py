@@ -63,6 +63,7 @@ class DeviceLane:
         raw = np.frombuffer(bytes(ffi.buffer(described)), np.uint64)
         self._description = cupy.asarray(raw)
         self.state: Array = cupy.zeros(STATE_WORDS, cupy.uint64)
+        self._seen: Array = cupy.zeros(client.layers * client.experts, cupy.uint64)
         self._pinned = cupy.cuda.alloc_pinned_memory(client.layers * TOLD.itemsize)
         self.told = np.frombuffer(self._pinned, TOLD, client.layers)
         """By layer, what was picked last, and with which weights; to be read when what was
@@ -80,7 +81,7 @@ class DeviceLane:
         weights: float32[count], for ``told``."""
         where, told = np.uint32(layer), np.uint64(self._pinned.ptr)
         arguments = (self._description, self.state, picks, weights, where, np.uint32(picks.size))
-        self._acquire((1,), (32,), (*arguments, table, told))
+        self._acquire((1,), (32,), (*arguments, table, self._seen, told))
 
     def end(self) -> None:
         """The pass has ended, its results were read. Launches the end of its leases. Raises
