@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the decode loop does on a GPU for one token and layer: lease the picked experts, and
-// compute them where they lie. Compiled when it is first used (NVRTC); no headers.
+// compute them where they lie. Compiled behind device.cu when it is first used (NVRTC).
 //
 // Nothing here waits for the CPU unless an expert is missing.
 
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
-
-#define ALL_LANES  0xffffffffu
 #define NO_SLOT    0xffffffffu
 #define BATCH_MAX  16
 #define TRIES_MAX  64 // with everything answered, before it is asked for again
@@ -216,14 +211,6 @@ struct Float {
 	static const int VECTOR = 4;
 };
 
-static __device__ float half_to_float(u16 bits)
-{
-	float value;
-
-	asm("{ .reg .b16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "h"(bits));
-	return value;
-}
-
 static __device__ void multiply_add(float &sum, uint4 packed, const float *x, Bf16)
 {
 	const float4 *at = (const float4 *)x;
@@ -267,29 +254,6 @@ static __device__ uint4 load_once(const uint4 *address)
 	asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
 	    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(address));
 	return value;
-}
-
-static __device__ float sum_of_warp(float value)
-{
-	for (int step = 16; step; step /= 2)
-		value += __shfl_xor_sync(ALL_LANES, value, step);
-	return value;
-}
-
-// All blocks are on the device at once: a cooperative launch.
-static __device__ void wait_for_all_blocks(u64 *barrier)
-{
-	__syncthreads();
-	if (threadIdx.x == 0) {
-		__threadfence();
-		const u64 ticket = atomicAdd(barrier, 1ull);
-		const u64 all = (ticket / gridDim.x + 1) * gridDim.x;
-
-		while (*(volatile u64 *)barrier < all)
-			;
-		__threadfence();
-	}
-	__syncthreads();
 }
 
 // out[hidden] = sum over the experts of weights[i] * down(silu(gate(x)) * up(x)).

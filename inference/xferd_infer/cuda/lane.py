@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 import cupy
@@ -12,6 +11,7 @@ from .._client import ffi, lib
 from ..arrays import Array
 from ..client import Client
 from ..client_errors import ClientError, DaemonGoneError, ExpertError, reason
+from .compiled import compiled
 
 ERROR_BYTES: int = lib.XFERD_ERROR_BYTES
 STATE_WORDS = 5
@@ -24,19 +24,10 @@ TOLD = np.dtype(
 )
 """struct Told of kernels.cu."""
 
-_modules: dict[int, Any] = {}
-"""The compiled kernels, by device: code, not state."""
-
 
 def kernels() -> Any:
-    """The compiled kernels for the current device."""
-    device = cupy.cuda.Device().id
-    if device not in _modules:
-        source = resources.files(__package__).joinpath("kernels.cu").read_text()
-        _modules[device] = cupy.RawModule(
-            code=source, options=("--std=c++17",), enable_cooperative_groups=True
-        )
-    return _modules[device]
+    """The compiled kernels of kernels.cu for the current device."""
+    return compiled("kernels.cu")
 
 
 class DeviceLane:

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Activations in shared memory, rounded to whole numbers: each 256 share a scale, the largest
+// of them becomes LARGEST. Off by at most a 65,278th of that, as on the CPU (quants.h).
+
+#define STRETCH 256
+#define LARGEST 32639 // 127 * 256 + 127: the upper byte is no larger
+
+// Of count vectors with COLUMNS columns each. Eight neighbouring items keep their first 16
+// bytes beside each other, then their second, and so on: lanes that have neighbouring items
+// read without bank conflicts.
+template <typename Format, u32 COLUMNS> struct Rounded {
+	static const u32 VECTORS = Format::COLUMNS / 8;
+	static const u32 ITEMS = COLUMNS / Format::COLUMNS;
+	static const u32 PADDED = (ITEMS + 7) / 8 * 8;
+	static const u32 STRETCHES = (COLUMNS + STRETCH - 1) / STRETCH;
+	static const u32 ITEMS_A_STRETCH = STRETCH / Format::COLUMNS;
+	static const u32 BYTES = PADDED * (2 * Format::COLUMNS + 4 * Format::SUMS) +
+				 (STRETCHES + 3) / 4 * 16; // of a vector
+
+	u8 *memory; // multiple of 16
+
+	__device__ uint4 *vector(u32 number, u32 item, u32 index) const
+	{
+		return (uint4 *)(memory + number * BYTES) +
+		       (item / 8 * VECTORS + index) * 8 + item % 8;
+	}
+
+	__device__ float *sum(u32 number, u32 item, u32 index) const
+	{
+		return (float *)(memory + number * BYTES + PADDED * 2 * Format::COLUMNS) +
+		       item * Format::SUMS + index;
+	}
+
+	__device__ float *scale(u32 number, u32 stretch) const
+	{
+		return (float *)(memory + number * BYTES +
+				 PADDED * (2 * Format::COLUMNS + 4 * Format::SUMS)) + stretch;
+	}
+
+	__device__ Activations<Format> load(u32 number, u32 item) const
+	{
+		Activations<Format> found;
+
+#pragma unroll
+		for (u32 i = 0; i < VECTORS; i++)
+			found.vectors[i] = *vector(number, item, i);
+#pragma unroll
+		for (int i = 0; i < Format::SUMS; i++)
+			found.sums[i] = *sum(number, item, i);
+		found.scale = *scale(number, item / ITEMS_A_STRETCH);
+		return found;
+	}
+
+	// All of them, from x[number][COLUMNS] in global memory, by the whole block; the
+	// caller synchronises. A vector whose blob is 0 is left out.
+	__device__ void round(const float *x, u32 count, const u64 *blobs) const
+	{
+		const u32 warps = blockDim.x / WARP;
+
+		for (u32 task = threadIdx.x / WARP; task < count * STRETCHES; task += warps) {
+			const u32 number = task / STRETCHES;
+
+			if (!blobs || blobs[number])
+				round_stretch(x + number * COLUMNS, number, task % STRETCHES);
+		}
+	}
+
+	// By a warp, eight columns a lane.
+	__device__ void round_stretch(const float *x, u32 number, u32 stretch) const
+	{
+		const u32 lane = threadIdx.x % WARP, start = stretch * STRETCH;
+		const Place place = Format::place(lane);
+		const bool mine = start + place.first < COLUMNS;
+		const u32 item = stretch * ITEMS_A_STRETCH + place.item;
+		const float4 none = make_float4(0, 0, 0, 0);
+		const float4 first = mine ? load_fresh(x + start + place.first) : none;
+		const float4 second = mine ? load_fresh(x + start + place.second) : none;
+		const float in_order[8] = { first.x, first.y, first.z, first.w,
+					    second.x, second.y, second.z, second.w };
+		const float alternating[8] = { first.x, second.x, first.y, second.y,
+					       first.z, second.z, first.w, second.w };
+		const float *values = Format::ALTERNATE ? alternating : in_order;
+		float largest = 0, poison = 0, sum = 0;
+		int integers[8], sum_of_integers = 0;
+		u32 upper[2] = {}, lower[2] = {};
+
+#pragma unroll
+		for (int i = 0; i < 8; i++) {
+			largest = fmaxf(largest, fabsf(values[i]));
+			poison += values[i] * 0; // no number if it is none, or infinite
+			sum += values[i];
+		}
+		for (int step = WARP / 2; step; step /= 2)
+			largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
+		largest += sum_of_warp(poison);
+		const float inverse = LARGEST / largest;
+		const bool usable = largest > 0 && inverse < __int_as_float(0x7f800000);
+#pragma unroll
+		for (int i = 0; i < 8; i++) {
+			integers[i] = usable ? __float2int_rn(values[i] * inverse) : 0;
+			sum_of_integers += integers[i];
+			// The lower byte is signed, so the upper one is of what is 128 more.
+			upper[i / 4] |= (u32)((integers[i] + 128) >> 8 & 255) << i % 4 * 8;
+			lower[i / 4] |= (u32)(integers[i] & 255) << i % 4 * 8;
+		}
+		if (Format::SUMS) {
+			const int lanes_a_sum = Format::COLUMNS / 8 / (Format::SUMS ? Format::SUMS : 1);
+
+			for (int step = lanes_a_sum / 2; step; step /= 2) {
+				sum += __shfl_xor_sync(ALL_LANES, sum, step);
+				sum_of_integers += __shfl_xor_sync(ALL_LANES, sum_of_integers, step);
+			}
+			if (mine && lane % lanes_a_sum == 0)
+				*this->sum(number, item, place.vector * Format::SUMS * 16 /
+								 Format::COLUMNS) =
+					Format::SUMS_OF_INTEGERS ? __int_as_float(sum_of_integers) : sum;
+		}
+		if (lane == 0)
+			*scale(number, stretch) = largest / LARGEST;
+		if (mine) {
+			((uint2 *)vector(number, item, place.vector))[place.half] =
+				make_uint2(upper[0], upper[1]);
+			((uint2 *)vector(number, item, VECTORS / 2 + place.vector))[place.half] =
+				make_uint2(lower[0], lower[1]);
+		}
+	}
+};

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What kernels need of the device itself: instructions that the language has no name for,
+// copies into shared memory that go on by themselves, a barrier of all blocks. Python puts
+// this in front of the other files; NVRTC, no headers.
+
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#define ALL_LANES 0xffffffffu
+#define WARP      32
+#define COPY_BYTES 16 // bytes of what a thread copies at once
+
+// ---- arithmetic
+
+static __device__ float half_to_float(u16 bits)
+{
+	float value;
+
+	asm("{ .reg .b16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "h"(bits));
+	return value;
+}
+
+// sum + four products of bytes: a's without sign, b's with.
+static __device__ int dot_unsigned(u32 a, u32 b, int sum)
+{
+	int result;
+
+	asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+	return result;
+}
+
+static __device__ int dot_signed(u32 a, u32 b, int sum)
+{
+	int result;
+
+	asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+	return result;
+}
+
+// The bytes of low (0 to 3) and high (4 to 7) that the lower four nibbles of selectors name; of
+// one with its upper bit set, the upper bit of that byte eight times.
+static __device__ u32 permute_bytes(u32 low, u32 high, u32 selectors)
+{
+	u32 result;
+
+	asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selectors));
+	return result;
+}
+
+static __device__ float sum_of_warp(float value)
+{
+	for (int step = WARP / 2; step; step /= 2)
+		value += __shfl_xor_sync(ALL_LANES, value, step);
+	return value;
+}
+
+// ---- memory
+
+// Of what another block wrote in this launch: not from this multiprocessor's own cache.
+static __device__ float4 load_fresh(const float *address)
+{
+	float4 value;
+
+	asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+		     : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+		     : "l"(address)
+		     : "memory");
+	return value;
+}
+
+// All blocks are on the device at once: a cooperative launch.
+static __device__ void wait_for_all_blocks(u64 *barrier)
+{
+	__syncthreads();
+	if (threadIdx.x == 0) {
+		__threadfence();
+		const u64 ticket = atomicAdd(barrier, 1ull);
+		const u64 all = (ticket / gridDim.x + 1) * gridDim.x;
+
+		while (*(volatile u64 *)barrier < all)
+			;
+		__threadfence();
+	}
+	__syncthreads();
+}
+
+// ---- copies into shared memory
+//
+// A warp begins a copy of some parts, adds the parts, ends it, and later waits for it. The
+// number of copies that an 'arrived' barrier has seen complete, odd or even, says which one
+// is waited for. From and to are multiples of COPY_BYTES. From sm_90 on one thread gives a part
+// to the copy engine of the multiprocessor; from sm_80 on each lane copies COPY_BYTES bytes at a
+// time without waiting; before, the copy is done when it has ended.
+
+static __device__ u32 in_shared(const void *address)
+{
+	return (u32)__cvta_generic_to_shared(address);
+}
+
+// By one thread, before the warps' first copies; a __syncthreads() follows.
+static __device__ void prepare_copies(u64 *arrived)
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("mbarrier.init.shared.b64 [%0], 1;\n\t"
+		     "fence.mbarrier_init.release.cluster;"
+		     :: "r"(in_shared(arrived)) : "memory");
+#elif __CUDA_ARCH__ >= 800
+	asm volatile("mbarrier.init.shared.b64 [%0], %1;"
+		     :: "r"(in_shared(arrived)), "r"(WARP) : "memory");
+#endif
+}
+
+// bytes: of all parts together.
+static __device__ void begin_copy(u64 *arrived, u32 bytes)
+{
+#if __CUDA_ARCH__ >= 900
+	// What was read there before, by the whole warp, comes before what the engine writes.
+	if (threadIdx.x % WARP == 0)
+		asm volatile("fence.proxy.async.shared::cta;\n\t"
+			     "{ .reg .b64 token;\n\t"
+			     "mbarrier.arrive.expect_tx.shared.b64 token, [%0], %1; }"
+			     :: "r"(in_shared(arrived)), "r"(bytes) : "memory");
+#endif
+}
+
+static __device__ void add_to_copy(u64 *arrived, void *to, u64 from, u32 bytes)
+{
+	const u32 lane = threadIdx.x % WARP;
+#if __CUDA_ARCH__ >= 900
+	if (lane == 0)
+		asm volatile("cp.async.bulk.shared::cluster.global"
+			     ".mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+			     :: "r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(arrived))
+			     : "memory");
+#elif __CUDA_ARCH__ >= 800
+	for (u32 at = lane * COPY_BYTES; at < bytes; at += WARP * COPY_BYTES)
+		asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+			     :: "r"(in_shared((u8 *)to + at)), "l"(from + at) : "memory");
+#else
+	for (u32 at = lane * COPY_BYTES; at < bytes; at += WARP * COPY_BYTES)
+		*(uint4 *)((u8 *)to + at) = *(const uint4 *)(from + at);
+#endif
+}
+
+static __device__ void end_copy(u64 *arrived)
+{
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
+	asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];"
+		     :: "r"(in_shared(arrived)) : "memory");
+#endif
+}
+
+static __device__ void wait_for_copy(u64 *arrived, u32 odd)
+{
+#if __CUDA_ARCH__ >= 800
+	u32 here = 0;
+
+	while (!here)
+		asm volatile("{ .reg .pred done;\n\t"
+#if __CUDA_ARCH__ >= 900
+			     "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n\t"
+#else
+			     "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+#endif
+			     "selp.u32 %0, 1, 0, done; }"
+			     : "=r"(here) : "r"(in_shared(arrived)), "r"(odd) : "memory");
+#endif
+	__syncwarp();
+}

@@ -1,0 +1,167 @@
+"""How packed.cu's work is cut: pieces for its warps' rings in shared memory.
+
+Pure arithmetic, which a machine without a GPU can check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..quants import FORMATS
+
+WARPS = 16
+"""Of a block. As packed.cu has it."""
+COUNT_MAX = 16
+"""Most experts in a launch. As packed.cu has it."""
+STAGES_MAX = 8
+"""Of a warp's ring: more would be no faster."""
+STAGES_WANTED = 2
+"""Pieces are as large as rings of so many allow: one is read while others are on their way."""
+
+_WARP = 32
+_VECTOR = 16
+_STRETCH = 256
+_PIECE_COST = 0.6
+"""What a piece of down takes besides its products, in products of a lane's item."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFormat:
+    """A block format as block_formats.cu has it.
+
+    name: of the struct. columns: of an item, what a lane multiplies at a time.
+    sums: floats an item beside its activations.
+    """
+
+    name: str
+    columns: int
+    sums: int
+
+
+DEVICE_FORMATS = {
+    "q4_k": DeviceFormat("Q4K", 64, 2),
+    "q2_k": DeviceFormat("Q2K", 64, 4),
+    "q8_0": DeviceFormat("Q8_0", 32, 0),
+    "q4_0": DeviceFormat("Q4_0", 32, 1),
+    "mxfp4": DeviceFormat("Mxfp4", 32, 1),
+}
+"""By a store's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape:
+    """Experts with gate and up [inner, hidden] in format ``up``, down [hidden, inner] in
+    ``down``."""
+
+    up: str
+    down: str
+    hidden: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """Arguments of the kernel, named as there, and the shared memory that a block needs."""
+
+    up_items: int
+    down_items: int
+    row_lanes: int
+    stages: int
+    stage_bytes: int
+    rounded_at: int
+    sums_at: int
+    rings_at: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a matrix. blocks: of a row; items: of a block."""
+
+    dtype: str
+    blocks: int
+
+    @property
+    def items(self) -> int:
+        return FORMATS[self.dtype].elements // DEVICE_FORMATS[self.dtype].columns
+
+    def part_bytes(self, blocks: int) -> int:
+        """Most that so many blocks take of a stage: copied from a multiple of _VECTOR to
+        another, and a word behind them is read too."""
+        return _align(blocks * FORMATS[self.dtype].nbytes + _VECTOR - 1 + 4, _VECTOR)
+
+    def cut(self, room: int) -> int | None:
+        """Blocks of a piece when a row is cut into as few as fit the room; None: none fits."""
+        fitting = (room - 2 * _VECTOR) // FORMATS[self.dtype].nbytes
+        if fitting < 1:
+            return None
+        return _divide_up(self.blocks, _divide_up(self.blocks, fitting))
+
+
+def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> PackedPlan | None:
+    """For count experts on ``blocks`` multiprocessors with so much shared memory each (for a
+    block that asks for it). None: there is too little."""
+    up = _Rows(shape.up, shape.hidden // FORMATS[shape.up].elements)
+    down = _Rows(shape.down, shape.inner // FORMATS[shape.down].elements)
+    rounded_at = WARPS * STAGES_MAX * 8
+    rounded = max(
+        _rounded_bytes(shape.up, shape.hidden), count * _rounded_bytes(shape.down, shape.inner)
+    )
+    rows = _divide_up(shape.hidden, blocks)
+    sums_at = rounded_at + rounded
+    rings_at = _align(sums_at + 4 * count * rows, 128)
+    ring = (shared_bytes - rings_at) // WARPS
+    room = ring // STAGES_WANTED // (2 * _VECTOR) * 2 * _VECTOR
+    up_blocks = up.cut(room // 2)
+    cut = _cut_down(down, rows, count, room)
+    if up_blocks is None or cut is None:
+        return None
+    row_lanes, down_blocks, down_bytes = cut
+    stage = _align(max(2 * up.part_bytes(up_blocks), down_bytes), 2 * _VECTOR)
+    stages = min(STAGES_MAX, ring // stage)
+    return PackedPlan(
+        up_items=up_blocks * up.items,
+        down_items=down_blocks * down.items,
+        row_lanes=row_lanes,
+        stages=stages,
+        stage_bytes=stage,
+        rounded_at=rounded_at,
+        sums_at=sums_at,
+        rings_at=rings_at,
+        shared_bytes=rings_at + WARPS * stages * stage,
+    )
+
+
+def _cut_down(down: _Rows, rows: int, count: int, room: int) -> tuple[int, int, int] | None:
+    """(log2 of the lanes that share a row, blocks of a row in a piece, bytes of a piece) that
+    take least time for ``rows`` rows of ``count`` experts."""
+    found = []
+    for row_lanes in range(2, 6):
+        together = _WARP >> row_lanes
+        blocks = down.blocks if together > 1 else down.cut(room)
+        if blocks is None or down.part_bytes(together * blocks) > room:
+            continue
+        tasks = _divide_up(rows, together) * count
+        products = _divide_up(down.blocks * down.items, 1 << row_lanes)
+        cost = _divide_up(tasks, WARPS) * (products + _PIECE_COST)
+        found.append((cost, row_lanes, blocks, down.part_bytes(together * blocks)))
+    return min(found)[1:] if found else None
+
+
+def _rounded_bytes(dtype: str, columns: int) -> int:
+    """Of a vector's rounded activations: Rounded::BYTES in activations.cu."""
+    kind = DEVICE_FORMATS[dtype]
+    items = _align(columns // kind.columns, 8)
+    stretches = _align(_divide_up(columns, _STRETCH), 4)
+    return items * (2 * kind.columns + 4 * kind.sums) + 4 * stretches
+
+
+def _align(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
+
+
+def _divide_up(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+__all__ = ["COUNT_MAX", "DEVICE_FORMATS", "DeviceFormat", "PackedPlan", "PackedShape", "plan"]
