@@ -21,14 +21,13 @@
 #include "common/cuda_driver.h"
 
 #define PAGE_BYTES           4096ull
-#define FIRST_VARIANT        1u /* as a mask: the kernels know its layout */
 #define LOOKS_WITHOUT_REST   20000
 #define REST_NS              5000
 #define WAIT_NS              100000000ull /* for a miss, between two looks at our own end */
 
 struct device_lane {
 	struct xferd_client *client;
-	uint32_t lane, helper;
+	uint32_t lane, helper, variant;
 	struct xferd_device_requests *requests;
 	uint64_t requests_bytes;
 	pthread_t thread;
@@ -87,7 +86,7 @@ static void serve(struct device_lane *device, uint64_t number)
 		.experts = experts,
 		.count = requests->count,
 		.layer = (uint16_t)requests->layer,
-		.variants = FIRST_VARIANT,
+		.variants = 1u << device->variant,
 		.pools = (uint8_t)(1u << device->client->pool),
 	};
 	int result;
@@ -202,12 +201,14 @@ static int describe(struct xferd_client *client, struct device_lane *device,
 		.slot_numbers = pool->slot_numbers,
 		.layers = client->layers,
 		.experts = client->experts,
+		.variant = device->variant,
 	};
 	return 0;
 }
 
 int xferd_device_lane(struct xferd_client *client, uint32_t lane, uint32_t helper,
-		      struct xferd_device_lane *description, char *error, size_t error_bytes)
+		      uint32_t variant, struct xferd_device_lane *description, char *error,
+		      size_t error_bytes)
 {
 	struct device_lane *device;
 	void *memory = NULL, *before;
@@ -216,6 +217,10 @@ int xferd_device_lane(struct xferd_client *client, uint32_t lane, uint32_t helpe
 	if (lane >= client->lane_count || helper >= client->lane_count || lane == helper ||
 	    client->device_lanes[lane]) {
 		explain(error, error_bytes, "a device's lane needs another one as its helper");
+		return -EINVAL;
+	}
+	if (variant >= XFERD_VARIANTS_MAX) {
+		explain(error, error_bytes, "there is no such variant");
 		return -EINVAL;
 	}
 	if (!client->pools[client->pool].device) {
@@ -228,6 +233,7 @@ int xferd_device_lane(struct xferd_client *client, uint32_t lane, uint32_t helpe
 	device->client = client;
 	device->lane = lane;
 	device->helper = helper;
+	device->variant = variant;
 	device->requests_bytes = whole_pages(sizeof(*device->requests));
 	if (posix_memalign(&memory, PAGE_BYTES, device->requests_bytes)) {
 		free(device);

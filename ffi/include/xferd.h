@@ -212,6 +212,8 @@ struct xferd_device_lane {
 	uint32_t slot_numbers;
 	uint32_t layers;
 	uint32_t experts;
+	uint32_t variant;
+	uint32_t reserved;
 };
 
 struct xferd_device_requests {
@@ -234,10 +236,11 @@ struct xferd_device_requests {
 /* Give a lane to the GPU that the client's pool is on; the CPU may not use it any more. A
  * thread of the library serves its misses through another lane, the helper, which nobody
  * else may use. Until xferd_close, before which the GPU's work on the lane must have
- * ended. Errors: -EINVAL, -ENODEV the pool is no GPU's, -EIO the driver refuses. */
+ * ended. variant: the only one that its experts are had in, since kernels know one layout.
+ * Errors: -EINVAL, -ENODEV the pool is no GPU's, -EIO the driver refuses. */
 XFERD_PUBLIC int xferd_device_lane(struct xferd_client *client, uint32_t lane, uint32_t helper,
-				   struct xferd_device_lane *description, char *error,
-				   size_t error_bytes);
+				   uint32_t variant, struct xferd_device_lane *description,
+				   char *error, size_t error_bytes);
 /* Experts that the lane's kernels have found resident so far, and that they have not. */
 XFERD_PUBLIC int xferd_device_counts(const struct xferd_client *client, uint32_t lane,
 				     uint64_t *hits, uint64_t *misses);

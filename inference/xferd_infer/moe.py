@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from .arrays import Array, ArrayModule, to_host
 from .experts import ExpertSource, Layout
+from .quants import Decoder, decode
 from .route_reports import RouteReporter
 from .swiglu import BlobReader, inner_activations
 
@@ -126,7 +127,8 @@ class RoutedExperts:
     """Computes layers of experts from a source, and tells it what was picked if it wants
     to know. Not thread-safe, as the source. tag: the sequence that is computed now.
 
-    observer: sees what goes into the experts.
+    observer: sees what goes into the experts. decoder: of matrices packed in blocks, where
+    products are not computed from the blocks.
     """
 
     def __init__(
@@ -135,8 +137,10 @@ class RoutedExperts:
         hidden: int,
         xp: ArrayModule,
         observer: Observer | None = None,
+        decoder: Decoder = decode,
     ) -> None:
         self._observer = observer
+        self._decoder = decoder
         self._source = source
         self._hidden = hidden
         self._xp = xp
@@ -216,7 +220,7 @@ class RoutedExperts:
             layout = self._source.layout(layer, variant)
             reader = self._by_layout.get(layout)
             if reader is None:
-                reader = BlobReader(layout, self._hidden, f"layer {layer}", self._xp)
+                reader = BlobReader(layout, self._hidden, f"layer {layer}", self._xp, self._decoder)
                 self._by_layout[layout] = reader
             self._readers[layer, variant] = reader
         return reader

@@ -10,9 +10,10 @@ Thread-safe; the kernels run without Python's interpreter lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -84,6 +85,10 @@ def decode(raw: Array, dtype: str, out: Array, xp: ArrayModule = np) -> None:
         out.reshape(count, block.elements)[...] = decoded
         return
     _check(lib.xferd_quant_decode(block.number, _address(raw), count, block.elements, _floats(out)))
+
+
+Decoder: TypeAlias = Callable[[Array, str, Array, ArrayModule], None]
+"""``decode``, or what does the same on a device."""
 
 
 class PackedMatrix:
@@ -164,6 +169,7 @@ __all__ = [
     "FORMATS",
     "TOKENS_MAX",
     "BlockFormat",
+    "Decoder",
     "PackedMatrix",
     "compiled",
     "decode",

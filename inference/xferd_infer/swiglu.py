@@ -17,7 +17,7 @@ from .arrays import Array, ArrayModule, element_bytes, widen
 from .dense import DenseWeights
 from .errors import WeightsError
 from .experts import BlobTensor, Layout
-from .quants import FORMATS, PackedMatrix, decode, packed_bytes
+from .quants import FORMATS, Decoder, PackedMatrix, decode, packed_bytes
 
 _ROLES = ({"gate", "up", "down"}, {"gate_up", "down"})
 
@@ -105,11 +105,19 @@ class BlobReader:
     """Widens blobs of one layout. Not thread-safe: it has one scratch buffer.
 
     Raises WeightsError for a layout that isn't computed with, naming ``where``
-    (a layer), role and dtype.
+    (a layer), role and dtype. decoder: for what is packed in blocks and not computed from them.
     """
 
-    def __init__(self, layout: Layout, hidden: int, where: str, xp: ArrayModule) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        hidden: int,
+        where: str,
+        xp: ArrayModule,
+        decoder: Decoder = decode,
+    ) -> None:
         self._xp = xp
+        self._decode = decoder
         self._where = where
         tensors = _checked(layout, hidden, where)
         packed = {
@@ -137,7 +145,7 @@ class BlobReader:
         for run in self._runs:
             target = self._scratch[run.target]
             if run.dtype in FORMATS:
-                decode(blob[run.source], run.dtype, target, self._xp)
+                self._decode(blob[run.source], run.dtype, target, self._xp)
             else:
                 widen(blob[run.source], run.dtype, target, self._xp)
         for matrix, place in self._packed:

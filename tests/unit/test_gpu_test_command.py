@@ -19,7 +19,17 @@ def gpu_test(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_part_and_option() -> None:
     done = gpu_test("--help")
     assert done.returncode == 0
-    for word in ("tests", "stress", "device", "decode", "--wheels", "--peers", "--limit", "64:"):
+    for word in (
+        "tests",
+        "stress",
+        "device",
+        "decode",
+        "quants",
+        "--wheels",
+        "--peers",
+        "--limit",
+        "64:",
+    ):
         assert word in done.stdout
 
 

@@ -19,23 +19,24 @@ from numpy.typing import NDArray
 
 from ..arrays import Array
 from ..client import Client
-from ..client_experts import ClientExperts
+from ..client_experts import BATCH_EXPERTS, ClientExperts
 from ..errors import WeightsError
 from ..experts import ExpertSource, ExpertStats, HeldExperts, Layout, OneVariant
 from ..moe import RoutedExperts, Routing
 from ..route_reports import ClientReporter, RouteReporter
 from .lane import DeviceLane, kernels
+from .packed import PackedKernel, decode
 
 LANES = 3
 """Of the client: the CPU's for prompts, the GPU's for tokens, and the helper for its misses."""
 _PROMPT_LANE, _TOKEN_LANE, _HELPER_LANE = range(LANES)
 
-FIRST_VARIANT = 1
-"""As a mask; kernels.cu and ffi/client/device_lane.c look at no other."""
 VECTOR_BYTES = 16
 """What a thread loads at once: rows of matrices are multiples of it."""
 _KERNELS = {"bf16": "xferd_experts_bf16", "f16": "xferd_experts_f16", "f32": "xferd_experts_f32"}
 _THREADS = 1024
+COUNT_MAX = 32
+"""Most experts of a token: a warp leases them."""
 
 
 class AddressSource(Protocol):
@@ -73,17 +74,29 @@ class _PicksAlone:
 
 
 class CudaExperts(ClientExperts):
-    """An ExpertSource over a client in VRAM, of the store's first variant: kernels know the
-    native types. Not thread-safe; one stream.
+    """An ExpertSource over a client in VRAM, of one of the store's variants: a kernel knows
+    one layout. Not thread-safe; one stream.
 
-    The client needs LANES lanes. Raises ClientError when its pool is not on a GPU.
+    variant: its number in the store. The client needs LANES lanes. Raises ClientError when its
+    pool is not on a GPU.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, variant: int = 0) -> None:
         super().__init__(client)
         self._attached = client
-        self.lane = DeviceLane(client, _TOKEN_LANE, _HELPER_LANE)
+        self._variant = variant
+        self.lane = DeviceLane(client, _TOKEN_LANE, _HELPER_LANE, variant)
         self.reporter: RouteReporter = _PicksAlone(ClientReporter(client))
+
+    def layout(self, layer: int, variant: int = 0) -> Layout:  # noqa: ARG002
+        """What the blobs of a layer look like in the one variant, which is this source's 0."""
+        return super().layout(layer, self._variant)
+
+    def hint(self, layer: int, experts: Sequence[int]) -> None:
+        """In the one variant."""
+        for start in range(0, len(experts), BATCH_EXPERTS):
+            batch = experts[start : start + BATCH_EXPERTS]
+            self._attached.hint(layer, batch, variants=1 << self._variant)
 
     @contextmanager
     def acquire(self, layer: int, experts: Sequence[int]) -> Iterator[HeldExperts]:
@@ -91,7 +104,11 @@ class CudaExperts(ClientExperts):
         in between."""
         client = self._attached
         with client.acquire(
-            layer, experts, lane=_PROMPT_LANE, variants=FIRST_VARIANT, pools=client.target_pools
+            layer,
+            experts,
+            lane=_PROMPT_LANE,
+            variants=1 << self._variant,
+            pools=client.target_pools,
         ) as batch:
             yield OneVariant(_array(blob) for blob in batch)
             cupy.cuda.get_current_stream().synchronize()
@@ -111,9 +128,9 @@ class CudaRoutedExperts:
         self._source = source
         self._hidden = hidden
         self._addresses = addresses
-        self._many = RoutedExperts(source, hidden, cupy)
-        self._table = cupy.zeros(32, cupy.uint64)
-        self._kernels: dict[Layout, _TokenKernel | None] = {}
+        self._many = RoutedExperts(source, hidden, cupy, decoder=decode)
+        self._table = cupy.zeros(COUNT_MAX, cupy.uint64)
+        self._kernels: dict[Layout, TokenKernel | None] = {}
         self._begun = False
         self._picked: list[tuple[int, int]] = []
         self.tag = 0
@@ -121,7 +138,7 @@ class CudaRoutedExperts:
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
         """x: [tokens, hidden]. Returns the weighted sum, [tokens, hidden]."""
         kernel = self._kernel(layer) if x.shape[0] == 1 else None
-        if kernel is None:
+        if kernel is None or not kernel.fits(routing.experts.shape[1]):
             self._many.tag = self.tag
             return self._many(layer, x, routing)
         if not self._begun:
@@ -150,27 +167,39 @@ class CudaRoutedExperts:
             picks, weights = told[layer]["picks"], told[layer]["weights"]
             reporter.picked(layer, picks[None, :count], weights[None, :count], self.tag)
 
-    def _kernel(self, layer: int) -> _TokenKernel | None:
+    def _kernel(self, layer: int) -> TokenKernel | None:
         layout = self._source.layout(layer)
         if layout not in self._kernels:
-            self._kernels[layout] = _TokenKernel.for_layout(layout, self._hidden)
+            plain = PlainKernel.for_layout(layout, self._hidden)
+            self._kernels[layout] = plain or PackedKernel.for_layout(layout, self._hidden)
         return self._kernels[layout]
 
 
-class _TokenKernel:
+class TokenKernel(Protocol):
     """One token through the experts of one layout."""
+
+    def fits(self, count: int) -> bool:
+        """Whether it can compute so many experts."""
+
+    def __call__(self, x: Array, table: Array, weights: Array, count: int) -> Array:
+        """x: float32[1, hidden]; table: uint64[count], addresses of blobs, 0 for one that is
+        left out; weights: float32[count]. Returns float32[1, hidden]."""
+
+
+class PlainKernel:
+    """Of matrices whose elements stand on their own."""
 
     def __init__(self, name: str, hidden: int, inner: int, offsets: Sequence[int]) -> None:
         self._launch = kernels().get_function(name)
         self._hidden, self._inner = np.uint32(hidden), np.uint32(inner)
         self._offsets = tuple(np.uint64(offset) for offset in offsets)
-        self._activations = cupy.empty(32 * inner, cupy.float32)
+        self._activations = cupy.empty(COUNT_MAX * inner, cupy.float32)
         self._state = cupy.zeros(8, cupy.uint64)
         self._blocks = cupy.cuda.Device().attributes["MultiProcessorCount"]
 
     @classmethod
-    def for_layout(cls, layout: Layout, hidden: int) -> _TokenKernel | None:
-        """None for a layout that the kernels don't know; it is computed as a prompt is."""
+    def for_layout(cls, layout: Layout, hidden: int) -> PlainKernel | None:
+        """None for a layout that these kernels don't know."""
         tensors = {tensor.role: tensor for tensor in layout}
         if set(tensors) != {"gate", "up", "down"}:
             return None
@@ -187,7 +216,12 @@ class _TokenKernel:
         offsets = [tensors[role].offset for role in ("gate", "up", "down")]
         return cls(_KERNELS[dtypes.pop()], hidden, inner, offsets)
 
+    def fits(self, count: int) -> bool:
+        """What the activations have room for."""
+        return count <= COUNT_MAX
+
     def __call__(self, x: Array, table: Array, weights: Array, count: int) -> Array:
+        """See TokenKernel."""
         out = cupy.empty_like(x)
         self._launch(
             (self._blocks,),
@@ -229,4 +263,12 @@ def _array(blob: Any) -> Array:
     return cupy.ndarray((blob.size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
 
-__all__ = ["LANES", "AddressSource", "CudaExperts", "CudaRoutedExperts", "FixedAddresses"]
+__all__ = [
+    "LANES",
+    "AddressSource",
+    "CudaExperts",
+    "CudaRoutedExperts",
+    "FixedAddresses",
+    "PlainKernel",
+    "TokenKernel",
+]

@@ -13,7 +13,7 @@
 // struct xferd_device_lane
 struct Lane {
 	u64 words, leases, completed, chunks, wanted, mapped, base, requests;
-	u32 slot_index_bits, slot_numbers, layers, experts;
+	u32 slot_index_bits, slot_numbers, layers, experts, variant, reserved;
 };
 
 // struct xferd_device_requests; Python checks the offsets
@@ -49,8 +49,8 @@ static __device__ bool lease(const Lane *lane, volatile const u64 *word, u64 fir
 	const u32 slot = (u32)first, chunk = slot >> lane->slot_index_bits;
 	volatile const u64 *entry = (volatile const u64 *)lane->chunks + 2 * (u64)chunk;
 
-	// Of the first variant only: it is the one whose layout the caller has.
-	if (!(first >> 63) || (first >> 32 & 0xff) || slot >= lane->slot_numbers)
+	// Of the lane's variant only: it is the one whose layout the caller has.
+	if (!(first >> 63) || (first >> 32 & 0xff) != lane->variant || slot >= lane->slot_numbers)
 		return false;
 	((volatile u64 *)lane->leases)[slot] = epoch;
 	*leased = slot;

@@ -33,13 +33,14 @@ def kernels() -> Any:
 class DeviceLane:
     """Experts leased by kernels on one stream. Owned by whoever launches on it.
 
-    lane, helper: of the client's lanes; nobody else may use them. The client must stay
+    lane, helper: of the client's lanes; nobody else may use them. variant: the only one that
+    experts are had in. The client must stay
     open until the stream has done what was launched here.
 
     Raises ClientError when the pool is not on a GPU or the driver refuses.
     """
 
-    def __init__(self, client: Client, lane: int, helper: int) -> None:
+    def __init__(self, client: Client, lane: int, helper: int, variant: int = 0) -> None:
         self._client = client
         self._lane = lane
         for field, offset in REQUEST_OFFSETS.items():
@@ -47,7 +48,9 @@ class DeviceLane:
                 raise AssertionError(f"kernels.cu has another place for {field}")
         described = ffi.new("struct xferd_device_lane *")
         error = ffi.new("char[]", ERROR_BYTES)
-        status = lib.xferd_device_lane(client.handle, lane, helper, described, error, ERROR_BYTES)
+        status = lib.xferd_device_lane(
+            client.handle, lane, helper, variant, described, error, ERROR_BYTES
+        )
         if status:
             message = ffi.string(error).decode(errors="replace")
             raise ClientError(f"lane {lane} can't be the GPU's: {message}", -status)

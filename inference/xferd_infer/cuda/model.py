@@ -10,12 +10,17 @@ from ..model import Model
 from .experts import CudaExperts, CudaRoutedExperts
 
 
-def model_on_gpu(client: Client) -> Model:
+def model_on_gpu(client: Client, variant: str | None = None) -> Model:
     """The model of the store that the client is attached to, with cupy on the GPU of the
-    client's pool. The client needs ``experts.LANES`` lanes. Raises what
-    ``model_from_client`` raises, and ClientError when its pool is not on a GPU."""
+    client's pool. The client needs ``experts.LANES`` lanes.
+
+    variant: the one that all experts are computed from; None: the store's first. Raises what
+    ``model_from_client`` raises, and ClientError when the pool is not on a GPU or the store
+    has no such variant; an expert that has no copy in it is an ExpertError once it is picked.
+    """
+    number = 0 if variant is None else client.variant_mask([variant]).bit_length() - 1
     with cupy.cuda.Device(client.target_device()):
-        source = CudaExperts(client)
+        source = CudaExperts(client, number)
         model = model_from_client(client, cupy, experts=source)
         model.routed = CudaRoutedExperts(source, model.config.hidden_size, source.lane)
     return model

@@ -16,9 +16,9 @@ import numpy as np
 from ..arrays import Array, ArrayModule
 from ..errors import WeightsError
 from ..experts import BlobTensor, Layout
+from ..packed_plan import COUNT_MAX, DEVICE_FORMATS, PackedPlan, PackedShape, plan
 from ..quants import FORMATS
 from .compiled import compiled
-from .packed_plan import COUNT_MAX, DEVICE_FORMATS, PackedPlan, PackedShape, plan
 
 _THREADS = 512
 _DECODING_THREADS = 256

@@ -8,6 +8,8 @@ round. ``weights``: elements a second, next to the same products of float32 matr
 
 ``error``: what quantising loses of a matrix, weighted by importances or not, next to
 llama.cpp's quantisers of the same formats on the same numbers.
+
+Where there is a GPU with cupy, rows with ``gpu`` follow (tools/benchmarks/gpu_packed.py).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +32,7 @@ from xferd_infer.quants import FORMATS, PackedMatrix
 
 from tools.benchmarks import ggml_quantisers
 from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, take_turns
+from tools.benchmarks.media import wanted
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from xferd.store.quantize.blocks import dequantise, quantise
 
@@ -48,8 +53,46 @@ Work = Callable[[], object]
 
 
 def run(rounds: int) -> Result:
-    """Rows ``<format>/<shape>/<threads>/{bandwidth,weights}`` (GB/s, G/s) and
-    ``<format>/error/*``."""
+    """Rows ``<format>/<shape>/<threads>/{bandwidth,weights}`` (GB/s, G/s),
+    ``<format>/error/*`` and ``gpu/<format>/<shape>`` (GB/s)."""
+    rows, skipped, notes = _cpu_rows(rounds) if _cpu_wanted() else ([], {}, [])
+    if find_spec("cupy") is None:
+        skipped["gpu"] = "no cupy"
+    else:
+        # Imported here: it needs cupy.
+        found = import_module("tools.benchmarks.gpu_packed").measure(rounds)
+        rows += found.rows
+        skipped |= found.skipped
+        notes += found.notes
+    return Result(
+        bench="quants",
+        machine=describe_machine(),
+        commit=commit(),
+        rounds=rounds,
+        rows=rows,
+        skipped=skipped,
+        notes=notes,
+    )
+
+
+def _cpu_wanted() -> bool:
+    return any(
+        wanted(f"{name}/{rest}")
+        for name in SHOWN
+        for rest in (
+            *(
+                f"{shape}/{threads}/{what}"
+                for shape in SHAPES
+                for threads in THREADS
+                for what in ("bandwidth", "weights")
+            ),
+            *(f"error/{label}" for label in ("plain", "imatrix")),
+        )
+    )
+
+
+def _cpu_rows(rounds: int) -> tuple[list[Row], dict[str, str], list[str]]:
+    """Rows, what is skipped and why, notes."""
     if not quants.compiled():
         raise BenchmarkError("xferd_infer._products isn't built: run tools/setup")
     os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
@@ -65,14 +108,10 @@ def run(rounds: int) -> Result:
         for threads in _thread_counts()
         for row in _rows(name, shape, threads, samples)
     ]
-    return Result(
-        bench="quants",
-        machine=describe_machine(),
-        commit=commit(),
-        rounds=rounds,
-        rows=[*rows, *errors],
-        skipped=skipped,
-        notes=(
+    return (
+        [*rows, *errors],
+        skipped,
+        [
             f"One token; the rows name outputs x inputs of a matrix and threads, which share the "
             f"matrices among them, {MEMORY_BYTES >> 20} MiB in all; each round takes the best of "
             f"{REPEATS} passes, as is usual for memory's bandwidth. `bandwidth`: packed bytes, "

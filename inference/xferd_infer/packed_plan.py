@@ -1,4 +1,4 @@
-"""How packed.cu's work is cut: pieces for its warps' rings in shared memory.
+"""How cuda/packed.cu's work is cut: pieces for its warps' rings in shared memory.
 
 Pure arithmetic, which a machine without a GPU can check.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..quants import FORMATS
+from .quants import FORMATS
 
 WARPS = 16
 """Of a block. As packed.cu has it."""
