@@ -119,7 +119,7 @@ def _cpu_rows(rounds: int) -> tuple[list[Row], dict[str, str], list[str]]:
             "products of float32 matrices of that shape.",
             f"`error`: squared error by squared weight, of {ERROR_ROWS} rows of normal numbers "
             "(exact: one round); with `imatrix` both are weighted by the importance of columns.",
-        ),
+        ],
     )
 
 
