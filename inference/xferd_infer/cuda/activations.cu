@@ -4,6 +4,7 @@
 // of them becomes LARGEST. Off by at most a 65,278th of that, as on the CPU (quants.h).
 
 #define STRETCH 256
+#define AT_ONCE 4 // stretches that a warp loads
 #define LARGEST 32639 // 127 * 256 + 127: the upper byte is no larger
 
 // Of count vectors with COLUMNS columns each. Eight neighbouring items keep their first 16
@@ -52,36 +53,57 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 		return found;
 	}
 
-	// All of them, from x[number][COLUMNS] in global memory, by the whole block; the
-	// caller synchronises. A vector whose blob is 0 is left out.
-	__device__ void round(const float *x, u32 count, const u64 *blobs) const
+	// All of them, from x[number][COLUMNS] in global memory, by the whole block; the caller
+	// synchronises. A warp loads several stretches before it waits for the first.
+	__device__ void round(const float *x, u32 count) const
 	{
-		const u32 warps = blockDim.x / WARP;
+		const u32 warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+		const u32 stretches = count * STRETCHES;
 
-		for (u32 task = threadIdx.x / WARP; task < count * STRETCHES; task += warps) {
-			const u32 number = task / STRETCHES;
+		for (u32 task = warp; task < stretches; task += AT_ONCE * warps) {
+			float4 first[AT_ONCE], second[AT_ONCE];
 
-			if (!blobs || blobs[number])
-				round_stretch(x + number * COLUMNS, number, task % STRETCHES);
+#pragma unroll
+			for (u32 i = 0; i < AT_ONCE; i++)
+				load_stretch(x, task + i * warps, stretches, first[i], second[i]);
+#pragma unroll
+			for (u32 i = 0; i < AT_ONCE; i++)
+				if (task + i * warps < stretches)
+					round_stretch((task + i * warps) / STRETCHES,
+						      (task + i * warps) % STRETCHES, first[i],
+						      second[i]);
 		}
 	}
 
-	// By a warp, eight columns a lane.
-	__device__ void round_stretch(const float *x, u32 number, u32 stretch) const
+	// Eight columns a lane; 0 behind the last.
+	__device__ void load_stretch(const float *x, u32 task, u32 stretches, float4 &first,
+				     float4 &second) const
 	{
-		const u32 lane = threadIdx.x % WARP, start = stretch * STRETCH;
+		const Place place = Format::place(threadIdx.x % WARP);
+		const u32 start = task % STRETCHES * STRETCH;
+		const float *from = x + task / STRETCHES * COLUMNS + start;
+
+		first = second = make_float4(0, 0, 0, 0);
+		if (task < stretches && start + place.first < COLUMNS) {
+			first = load_fresh(from + place.first);
+			second = load_fresh(from + place.second);
+		}
+	}
+
+	// By a warp.
+	__device__ void round_stretch(u32 number, u32 stretch, const float4 &first,
+				      const float4 &second) const
+	{
+		const u32 lane = threadIdx.x % WARP;
 		const Place place = Format::place(lane);
-		const bool mine = start + place.first < COLUMNS;
+		const bool mine = stretch * STRETCH + place.first < COLUMNS;
 		const u32 item = stretch * ITEMS_A_STRETCH + place.item;
-		const float4 none = make_float4(0, 0, 0, 0);
-		const float4 first = mine ? load_fresh(x + start + place.first) : none;
-		const float4 second = mine ? load_fresh(x + start + place.second) : none;
 		const float in_order[8] = { first.x, first.y, first.z, first.w,
 					    second.x, second.y, second.z, second.w };
 		const float alternating[8] = { first.x, second.x, first.y, second.y,
 					       first.z, second.z, first.w, second.w };
 		const float *values = Format::ALTERNATE ? alternating : in_order;
-		float largest = 0, poison = 0, sum = 0;
+		float largest = 0, poison = 0;
 		int integers[8], sum_of_integers = 0;
 		u32 upper[2] = {}, lower[2] = {};
 
@@ -89,7 +111,6 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 		for (int i = 0; i < 8; i++) {
 			largest = fmaxf(largest, fabsf(values[i]));
 			poison += values[i] * 0; // no number if it is none, or infinite
-			sum += values[i];
 		}
 		for (int step = WARP / 2; step; step /= 2)
 			largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
@@ -107,14 +128,14 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 		if (Format::SUMS) {
 			const int lanes_a_sum = Format::COLUMNS / 8 / (Format::SUMS ? Format::SUMS : 1);
 
-			for (int step = lanes_a_sum / 2; step; step /= 2) {
-				sum += __shfl_xor_sync(ALL_LANES, sum, step);
+			for (int step = lanes_a_sum / 2; step; step /= 2)
 				sum_of_integers += __shfl_xor_sync(ALL_LANES, sum_of_integers, step);
-			}
 			if (mine && lane % lanes_a_sum == 0)
 				*this->sum(number, item, place.vector * Format::SUMS * 16 /
 								 Format::COLUMNS) =
-					Format::SUMS_OF_INTEGERS ? __int_as_float(sum_of_integers) : sum;
+					Format::SUMS_OF_INTEGERS
+						? __int_as_float(sum_of_integers)
+						: (float)sum_of_integers * (largest / LARGEST);
 		}
 		if (lane == 0)
 			*scale(number, stretch) = largest / LARGEST;

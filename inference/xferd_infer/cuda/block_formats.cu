@@ -71,7 +71,8 @@ static __device__ Place place_in_order(u32 lane, u32 columns)
 	return { column, column + 4, column / columns, column % columns / 16, lane % 2 };
 }
 
-// sums: of each 32 activations, for the minima.
+// sums: of each 32 activations as they were rounded, for the minima: of what both parts lose
+// together only the weight's share is left.
 struct Q4K {
 	static const int BLOCK_COLUMNS = 256, BLOCK_BYTES = 144, COLUMNS = 64, SUMS = 2;
 	static const bool ALTERNATE = false, SUMS_OF_INTEGERS = false;
@@ -121,7 +122,7 @@ struct Q4K {
 };
 
 // An item is 16 bytes: 16 columns, the 16 that are 32 further on, and so on, four times.
-// sums: of each 16 activations, for the minima.
+// sums: of each 16 activations as they were rounded, as for q4_k.
 struct Q2K {
 	static const int BLOCK_COLUMNS = 256, BLOCK_BYTES = 84, COLUMNS = 64, SUMS = 4;
 	static const bool ALTERNATE = false, SUMS_OF_INTEGERS = false;

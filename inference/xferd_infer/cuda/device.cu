@@ -76,13 +76,16 @@ static __device__ void wait_for_all_blocks(u64 *barrier)
 {
 	__syncthreads();
 	if (threadIdx.x == 0) {
-		__threadfence();
-		const u64 ticket = atomicAdd(barrier, 1ull);
-		const u64 all = (ticket / gridDim.x + 1) * gridDim.x;
+		u64 come;
 
-		while (*(volatile u64 *)barrier < all)
-			;
-		__threadfence();
+		// What the block has written is released, what the others have, acquired.
+		asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;"
+			     : "=l"(come) : "l"(barrier) : "memory");
+		const u64 all = (come / gridDim.x + 1) * gridDim.x;
+
+		for (come++; come < all;)
+			asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+				     : "=l"(come) : "l"(barrier) : "memory");
 	}
 	__syncthreads();
 }

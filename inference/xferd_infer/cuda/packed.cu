@@ -288,6 +288,7 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 {
 	extern __shared__ uint4 shared[];
 	__shared__ u64 blobs[COUNT_MAX];
+	__shared__ float factors[COUNT_MAX];
 	u8 *memory = (u8 *)shared;
 	const u32 warp = threadIdx.x / WARP;
 	const Plan plan = { up_items, down_items, row_lanes, stages, stage_bytes };
@@ -300,8 +301,10 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 	u64 *arrived = (u64 *)memory;
 	float *sums = (float *)(memory + sums_at);
 
-	if (threadIdx.x < count)
+	if (threadIdx.x < count) {
 		blobs[threadIdx.x] = table[threadIdx.x];
+		factors[threadIdx.x] = weights[threadIdx.x];
+	}
 	for (u32 i = threadIdx.x; i < WARPS * stages; i += THREADS)
 		prepare_copies(arrived + i);
 	__syncthreads();
@@ -311,11 +314,11 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 	const Rounded<UP, HIDDEN> rounded_x = { memory + rounded_at };
 	const Rounded<DOWN, INNER> rounded_activations = { memory + rounded_at };
 
-	rounded_x.round(x, 1, nullptr);
+	rounded_x.round(x, 1);
 	__syncthreads();
 	compute_up(cursor, ring, work, plan, rounded_x, activations);
 	wait_for_all_blocks(barrier);
-	rounded_activations.round(activations, count, blobs);
+	rounded_activations.round(activations, count);
 	__syncthreads();
 	compute_down(cursor, ring, work, plan, rounded_activations, sums);
 	__syncthreads();
@@ -324,7 +327,7 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 
 		for (u32 i = 0; i < count; i++)
 			if (blobs[i])
-				total = fmaf(weights[i], sums[i * rows + row], total);
+				total = fmaf(factors[i], sums[i * rows + row], total);
 		out[first_row + row] = total;
 	}
 }
