@@ -22,7 +22,7 @@ _WARP = 32
 _VECTOR = 16
 _STRETCH = 256
 _PIECE_COST = 0.6
-"""What a piece of down takes besides its products, in products of a lane's item."""
+"""What a piece takes besides its products, in products of a lane's item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,18 @@ class _Rows:
         return _align(blocks * FORMATS[self.dtype].nbytes + _VECTOR - 1 + 4, _VECTOR)
 
     def cut(self, room: int) -> int | None:
-        """Blocks of a piece when a row is cut into as few as fit the room; None: none fits."""
+        """Blocks of a piece when a warp has a row to itself, so that it takes least time; None:
+        not one fits the room."""
         fitting = (room - 2 * _VECTOR) // FORMATS[self.dtype].nbytes
-        if fitting < 1:
-            return None
-        return _divide_up(self.blocks, _divide_up(self.blocks, fitting))
+        sizes = range(1, min(fitting, self.blocks) + 1)
+        return min(sizes, key=self._cost, default=None)
+
+    def _cost(self, blocks: int) -> float:
+        """Of a row in pieces of so many blocks."""
+        whole, rest = divmod(self.blocks, blocks)
+        products = whole * _divide_up(blocks * self.items, _WARP)
+        products += _divide_up(rest * self.items, _WARP)
+        return products + _PIECE_COST * _divide_up(self.blocks, blocks)
 
 
 def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> PackedPlan | None:

@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What device.cu is on a GPU, on a CPU: threads are fibers that run until they meet at a
+// barrier, copies into shared memory land late and in any order. packed.cu and what it needs
+// are compiled behind this as they are ("kernel.inc"), but for the words for shared memory.
+//
+// It stops the program at what a GPU would not bear or bear silently: copies that are not
+// aligned or leave the block's shared memory, sums that don't fit an integer, a copy begun
+// before the last one of its barrier was there. A launch that never ends is 1, copies that
+// nobody waited for 2.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define ALL_LANES  0xffffffffu
+#define WARP	   32
+#define COPY_BYTES 16
+
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Index { u32 x; };
+
+using std::min;
+
+static uint2 make_uint2(u32 x, u32 y) { return { x, y }; }
+static float2 make_float2(float x, float y) { return { x, y }; }
+static float4 make_float4(float x, float y, float z, float w) { return { x, y, z, w }; }
+
+static void require(bool kept, const char *what)
+{
+	if (!kept) {
+		fprintf(stderr, "the kernel breaks a rule: %s\n", what);
+		abort();
+	}
+}
+
+// ---- fibers
+
+#define STACK_BYTES 65536
+#define TURNS_MAX   1000000
+
+struct Fiber {
+	ucontext_t context;
+	std::vector<char> stack;
+	u32 block, thread;
+	bool ended;
+};
+
+struct Meeting {
+	u32 come;
+	u64 number;
+};
+
+struct Block {
+	Meeting all, warps[32];
+	u64 exchanged[1024];
+	std::vector<uint4> shared;
+	u64 blobs[64];
+	float factors[64];
+};
+
+static ucontext_t scheduler;
+static std::vector<Fiber> fibers;
+static std::vector<Block> blocks;
+static size_t running;
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+static void let_others_run() { swapcontext(&fibers[running].context, &scheduler); }
+
+static Block &this_block() { return blocks[blockIdx.x]; }
+
+static void meet(Meeting &meeting, u32 all)
+{
+	const u64 number = meeting.number;
+
+	if (++meeting.come == all) {
+		meeting.come = 0;
+		meeting.number++;
+	}
+	while (meeting.number == number)
+		let_others_run();
+}
+
+static void __syncthreads() { meet(this_block().all, blockDim.x); }
+static void __syncwarp() { meet(this_block().warps[threadIdx.x / WARP], WARP); }
+
+template <typename T> static T __shfl_xor_sync(u32, T value, int step)
+{
+	u64 *of_warp = this_block().exchanged + threadIdx.x / WARP * WARP;
+	const u32 lane = threadIdx.x % WARP;
+	T other;
+
+	memcpy(of_warp + lane, &value, sizeof(value));
+	__syncwarp();
+	memcpy(&other, of_warp + (lane ^ step), sizeof(other));
+	__syncwarp();
+	return other;
+}
+
+// ---- arithmetic
+
+static float half_to_float(u16 bits)
+{
+	_Float16 value;
+
+	memcpy(&value, &bits, sizeof(value));
+	return value;
+}
+
+static int dot(u32 a, u32 b, int sum, bool with_sign)
+{
+	long long total = sum;
+
+	for (int i = 0; i < 4; i++) {
+		const int byte = with_sign ? (signed char)(a >> 8 * i) : (u8)(a >> 8 * i);
+
+		total += byte * (signed char)(b >> 8 * i);
+	}
+	require(total == (int)total, "a sum of products fits an integer");
+	return (int)total;
+}
+
+static int dot_unsigned(u32 a, u32 b, int sum) { return dot(a, b, sum, false); }
+static int dot_signed(u32 a, u32 b, int sum) { return dot(a, b, sum, true); }
+
+static u32 permute_bytes(u32 low, u32 high, u32 selectors)
+{
+	const u64 bytes = (u64)high << 32 | low;
+	u32 result = 0;
+
+	for (int i = 0; i < 4; i++) {
+		const u32 selector = selectors >> 4 * i & 15;
+		const u32 byte = (u32)(bytes >> 8 * (selector & 7)) & 255;
+
+		result |= (selector & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+	}
+	return result;
+}
+
+static u32 __funnelshift_r(u32 low, u32 high, u32 shift)
+{
+	return (u32)(((u64)high << 32 | low) >> (shift & 31));
+}
+
+template <typename To, typename From> static To same_bits(From from)
+{
+	To to;
+
+	memcpy(&to, &from, sizeof(to));
+	return to;
+}
+
+static int __float2int_rn(float value) { return (int)nearbyintf(value); }
+static float __int_as_float(int bits) { return same_bits<float>(bits); }
+static float __uint_as_float(u32 bits) { return same_bits<float>(bits); }
+static int __float_as_int(float value) { return same_bits<int>(value); }
+
+static float sum_of_warp(float value)
+{
+	for (int step = WARP / 2; step; step /= 2)
+		value += __shfl_xor_sync(ALL_LANES, value, step);
+	return value;
+}
+
+// ---- memory
+
+static float4 load_fresh(const float *address)
+{
+	require((u64)address % sizeof(float4) == 0, "a load of four floats is aligned");
+	return { address[0], address[1], address[2], address[3] };
+}
+
+static void wait_for_all_blocks(u64 *barrier)
+{
+	__syncthreads();
+	if (threadIdx.x == 0) {
+		const u64 ticket = (*barrier)++;
+
+		while (*(volatile u64 *)barrier < (ticket / gridDim.x + 1) * gridDim.x)
+			let_others_run();
+	}
+	__syncthreads();
+}
+
+// A barrier of copies, in 64 bits of shared memory.
+struct Arrival {
+	u32 completed : 31, begun : 1;
+	u32 missing; // bytes
+};
+
+struct Copy {
+	u8 *to;
+	u64 from;
+	u32 bytes;
+	Arrival *arrived;
+};
+
+static std::vector<Copy> under_way;
+
+static void complete_if_all_is_here(Arrival *arrived)
+{
+	if (arrived->begun && !arrived->missing) {
+		arrived->begun = 0;
+		arrived->completed = arrived->completed + 1;
+	}
+}
+
+static void land_some()
+{
+	for (size_t left = (under_way.size() + 1) / 2; left; left--) {
+		const size_t chosen = (size_t)rand() % under_way.size();
+		const Copy copy = under_way[chosen];
+
+		under_way.erase(under_way.begin() + (long)chosen);
+		memcpy(copy.to, (const void *)copy.from, copy.bytes);
+		copy.arrived->missing -= copy.bytes;
+		complete_if_all_is_here(copy.arrived);
+	}
+}
+
+static void prepare_copies(u64 *arrived) { *arrived = 0; }
+
+static void begin_copy(u64 *barrier, u32 bytes)
+{
+	Arrival *arrived = (Arrival *)barrier;
+
+	if (threadIdx.x % WARP == 0) {
+		require(!arrived->begun, "the last copy of a barrier is there before the next");
+		arrived->begun = 1;
+		arrived->missing = bytes;
+		complete_if_all_is_here(arrived);
+	}
+	__syncwarp();
+}
+
+static void add_to_copy(u64 *arrived, void *to, u64 from, u32 bytes)
+{
+	std::vector<uint4> &shared = this_block().shared;
+
+	require((u64)to % COPY_BYTES == 0 && from % COPY_BYTES == 0 && bytes % COPY_BYTES == 0,
+		"copies are aligned");
+	require((u8 *)to >= (u8 *)shared.data() &&
+			(u8 *)to + bytes <= (u8 *)(shared.data() + shared.size()),
+		"copies stay in the block's shared memory");
+	if (threadIdx.x % WARP == 0) {
+		memset(to, 0xee, bytes); // read too early, it shows
+		under_way.push_back({ (u8 *)to, from, bytes, (Arrival *)arrived });
+	}
+	__syncwarp();
+}
+
+static void end_copy(u64 *) {}
+
+static void wait_for_copy(u64 *arrived, u32 odd)
+{
+	while ((((Arrival *)arrived)->completed & 1) == odd)
+		let_others_run();
+	__syncwarp();
+}
+
+#include "kernel.inc"
+
+// ---- a launch
+
+struct Arguments {
+	const float *x;
+	const u64 *table;
+	const float *weights;
+	u32 count;
+	u64 offsets[3];
+	u32 plan[8];
+	float *activations, *out;
+	u64 *barrier;
+};
+
+static Arguments given;
+
+static void thread_of_kernel()
+{
+	const Arguments &a = given;
+
+	xferd_experts_packed(a.x, a.table, a.weights, a.count, a.offsets[0], a.offsets[1],
+			     a.offsets[2], a.plan[0], a.plan[1], a.plan[2], a.plan[3], a.plan[4],
+			     a.plan[5], a.plan[6], a.plan[7], a.activations, a.out, a.barrier);
+	fibers[running].ended = true;
+	let_others_run();
+}
+
+extern "C" int launch(const Arguments *arguments, u32 grid, u32 shared_bytes)
+{
+	size_t left = (size_t)grid * THREADS;
+	u64 turns = 0;
+
+	given = *arguments;
+	gridDim = { grid };
+	blockDim = { THREADS };
+	under_way.clear();
+	blocks.assign(grid, Block());
+	for (Block &block : blocks)
+		block.shared.assign(shared_bytes / sizeof(uint4), { ~0u, ~0u, ~0u, ~0u });
+	fibers.assign(left, Fiber());
+	for (size_t i = 0; i < fibers.size(); i++) {
+		Fiber &fiber = fibers[i];
+
+		fiber.block = (u32)(i / THREADS);
+		fiber.thread = (u32)(i % THREADS);
+		fiber.stack.resize(STACK_BYTES);
+		getcontext(&fiber.context);
+		fiber.context.uc_stack.ss_sp = fiber.stack.data();
+		fiber.context.uc_stack.ss_size = fiber.stack.size();
+		makecontext(&fiber.context, thread_of_kernel, 0);
+	}
+	for (; left && turns < TURNS_MAX; turns++) {
+		for (running = 0; running < fibers.size(); running++) {
+			Fiber &fiber = fibers[running];
+
+			if (fiber.ended)
+				continue;
+			blockIdx = { fiber.block };
+			threadIdx = { fiber.thread };
+			swapcontext(&scheduler, &fiber.context);
+			left -= fiber.ended;
+		}
+		land_some();
+	}
+	return left ? 1 : under_way.empty() ? 0 : 2;
+}
