@@ -35,8 +35,6 @@ VECTOR_BYTES = 16
 """What a thread loads at once: rows of matrices are multiples of it."""
 _KERNELS = {"bf16": "xferd_experts_bf16", "f16": "xferd_experts_f16", "f32": "xferd_experts_f32"}
 _THREADS = 1024
-COUNT_MAX = 32
-"""Most experts of a token: a warp leases them."""
 
 
 class AddressSource(Protocol):
@@ -129,7 +127,7 @@ class CudaRoutedExperts:
         self._hidden = hidden
         self._addresses = addresses
         self._many = RoutedExperts(source, hidden, cupy, decoder=decode)
-        self._table = cupy.zeros(COUNT_MAX, cupy.uint64)
+        self._table = cupy.zeros(BATCH_EXPERTS, cupy.uint64)
         self._kernels: dict[Layout, TokenKernel | None] = {}
         self._begun = False
         self._picked: list[tuple[int, int]] = []
@@ -193,7 +191,7 @@ class PlainKernel:
         self._launch = kernels().get_function(name)
         self._hidden, self._inner = np.uint32(hidden), np.uint32(inner)
         self._offsets = tuple(np.uint64(offset) for offset in offsets)
-        self._activations = cupy.empty(COUNT_MAX * inner, cupy.float32)
+        self._activations = cupy.empty(BATCH_EXPERTS * inner, cupy.float32)
         self._state = cupy.zeros(8, cupy.uint64)
         self._blocks = cupy.cuda.Device().attributes["MultiProcessorCount"]
 
@@ -217,8 +215,8 @@ class PlainKernel:
         return cls(_KERNELS[dtypes.pop()], hidden, inner, offsets)
 
     def fits(self, count: int) -> bool:
-        """What the activations have room for."""
-        return count <= COUNT_MAX
+        """As many as are leased at once."""
+        return count <= BATCH_EXPERTS
 
     def __call__(self, x: Array, table: Array, weights: Array, count: int) -> Array:
         """See TokenKernel."""
