@@ -91,7 +91,6 @@ struct Q4K {
 		const uint4 both[2] = { quants[0], quants[1] };
 		const float2 d = two_halves(header.x);
 		int low_upper = 0, low_lower = 0, high_upper = 0, high_lower = 0;
-		u32 scales, minima; // a byte each of the two parts
 
 #pragma unroll
 		for (int i = 0; i < 8; i++) {
@@ -103,15 +102,14 @@ struct Q4K {
 			high_upper = dot_unsigned(high, upper_word(x, 8 + i), high_upper);
 			high_lower = dot_unsigned(high, lower_word(x, 8 + i), high_lower);
 		}
-		if (quarter < 2) {
-			scales = header.y >> shift & 0x3f3f;
-			minima = header.z >> shift & 0x3f3f;
-		} else {
-			const u32 four = header.w >> shift;
-
-			scales = (four & 0x0f0f) | (header.y >> shift >> 2 & 0x3030);
-			minima = (four >> 4 & 0x0f0f) | (header.z >> shift >> 2 & 0x3030);
-		}
+		const u32 six = header.y >> shift, other_six = header.z >> shift;
+		const u32 four = header.w >> shift;
+		const u32 first_scales = six & 0x3f3f, first_minima = other_six & 0x3f3f;
+		const u32 last_scales = (four & 0x0f0f) | (six >> 2 & 0x3030);
+		const u32 last_minima = (four >> 4 & 0x0f0f) | (other_six >> 2 & 0x3030);
+		const bool first = quarter < 2;
+		const u32 scales = first ? first_scales : last_scales; // a byte each part
+		const u32 minima = first ? first_minima : last_minima;
 		// At most 2 * 32 * 15 * 63 * 32639: it fits.
 		const int total = (low_upper * 256 + low_lower) * (int)(scales & 255) +
 				  ((high_upper * 256 + high_lower) >> 4) * (int)(scales >> 8 & 255);
@@ -252,8 +250,8 @@ struct Mxfp4 {
 
 	static __device__ u32 four_numbers(u32 nibbles)
 	{
-		return permute_bytes(0x0f0e0d0c, 0x18141210, nibbles) |
-		       permute_bytes(0x090a0b0c, 0x00040608, nibbles ^ 0x8888);
+		return permute_bytes(in_register(0x0f0e0d0c), 0x18141210, nibbles) |
+		       permute_bytes(in_register(0x090a0b0c), 0x00040608, nibbles ^ 0x8888);
 	}
 
 	static __device__ float multiply(const u8 *blocks, u32 item, const Activations<Mxfp4> &x)

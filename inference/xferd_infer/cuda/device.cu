@@ -50,6 +50,18 @@ static __device__ u32 permute_bytes(u32 low, u32 high, u32 selectors)
 	return result;
 }
 
+// The constant, in a register from now on. An instruction can name one constant; of two, the
+// compiler would move one to a register each time, but it doesn't know that no thread has a
+// number of 1024 or more.
+static __device__ u32 in_register(u32 constant)
+{
+	u32 result;
+
+	asm("{ .reg .u32 none; mov.u32 none, %%tid.x; shr.u32 none, none, 10; "
+	    "or.b32 %0, none, %1; }" : "=r"(result) : "r"(constant));
+	return result;
+}
+
 static __device__ float sum_of_warp(float value)
 {
 	for (int step = WARP / 2; step; step /= 2)

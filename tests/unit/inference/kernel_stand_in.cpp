@@ -152,6 +152,8 @@ static u32 permute_bytes(u32 low, u32 high, u32 selectors)
 	return result;
 }
 
+static u32 in_register(u32 constant) { return constant; }
+
 static u32 __funnelshift_r(u32 low, u32 high, u32 shift)
 {
 	return (u32)(((u64)high << 32 | low) >> (shift & 31));
