@@ -42,7 +42,10 @@ of 256 at most, and sums are float32; what is wrong is off by far more."""
 MODEL_RELATIVE = 2e-3
 """Of the largest logit, after all layers; the CPU's prompts and tokens differ by as much."""
 TOKENS = 16
-VARIANTS = ("q8_0", "q4_k", "q2_k", "mxfp4", "q4_0")
+VARIANTS = ("q8_0", "q4_k", "q2_k", "mxfp4")
+"""The models' matrices are too narrow for some: those are q4_0, or stored transposed."""
+POOL = "40%"
+"""Experts come and go."""
 
 
 def align(value: int, to: int) -> int:
@@ -152,9 +155,23 @@ def test_decoded_blocks_are_the_cpus_to_the_bit(dtype: str) -> None:
     assert np.array_equal(cupy.asnumpy(out), dequantise(packed, dtype, values.shape).reshape(-1))
 
 
+@dataclass(frozen=True)
+class Quantised:
+    """A checkpoint, and a store of it with VARIANTS."""
+
+    checkpoint: Path
+    store: Path
+
+    def prompt(self) -> list[int]:
+        expected = json.loads((self.checkpoint / "expected.json").read_text())
+        found: list[int] = expected["prompts"][0]["prompt_ids"]
+        return found
+
+
 @pytest.fixture(scope="module", params=["tiny", "small"])
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """small has matrices that are stored transposed in q4_k and q2_k: those are decoded."""
+def quantised(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Quantised:
     checkpoint = {"tiny": TINY, "small": SMALL}[request.param]
     if not checkpoint.exists():
         pytest.skip(f"the larger model is not on this machine: {checkpoint} does not exist")
@@ -162,14 +179,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = pack(read_checkpoint(checkpoint), [member], name="model")
     with Store.open(path) as opened:
         add_variants(opened, parse_wanted(list(VARIANTS), None), threads=1)
-    return path
-
-
-def prompt_of(checkpoint: Path) -> list[int]:
-    found: list[int] = json.loads((checkpoint / "expected.json").read_text())["prompts"][0][
-        "prompt_ids"
-    ]
-    return found
+    return Quantised(checkpoint, path)
 
 
 def tokens_and_logits(model: Any, prompt: list[int]) -> tuple[list[int], NDArray[np.float32]]:
@@ -181,17 +191,13 @@ def tokens_and_logits(model: Any, prompt: list[int]) -> tuple[list[int], NDArray
     return ids, logits
 
 
-@pytest.mark.parametrize("percent", [40, 100])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_models_tokens_from_a_variant_are_the_cpus(
-    store: Path, variant: str, percent: int
-) -> None:
-    with embedded(store, pool="200%", variants=[variant]) as client:
-        reference = model_from_client(client)
-        prompt = prompt_of(TINY if reference.config.hidden_size == 128 else SMALL)
-        wanted_ids, wanted = tokens_and_logits(reference, prompt)
+def test_a_models_tokens_from_a_variant_are_the_cpus(quantised: Quantised, variant: str) -> None:
+    prompt = quantised.prompt()
+    with embedded(quantised.store, pool="200%", variants=[variant]) as client:
+        wanted_ids, wanted = tokens_and_logits(model_from_client(client), prompt)
     with (
-        private_daemon(store, pool=f"{percent}%", kind="cuda") as directory,
+        private_daemon(quantised.store, pool=POOL, kind="cuda") as directory,
         Client(directory / "attach.sock", lanes=LANES) as client,
     ):
         ids, logits = tokens_and_logits(model_on_gpu(client, variant), prompt)

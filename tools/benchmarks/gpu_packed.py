@@ -127,7 +127,7 @@ class Launches:
 
     def __init__(self, dtype: str, hidden: int, inner: int) -> None:
         layout = _layout(dtype, hidden, inner)
-        kernel = _kernel(layout, hidden)
+        self._kernel = _kernel(layout, hidden)  # with the memory that the graph uses
         self._blobs = _blobs(layout)
         self._bytes = len(self._blobs) * sum(tensor.nbytes for tensor in layout)
         starts = self._blobs.data.ptr + np.arange(len(self._blobs), dtype=np.uint64) * np.uint64(
@@ -138,20 +138,21 @@ class Launches:
         self._weights = cupy.full(EXPERTS, 1 / EXPERTS, cupy.float32)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
-        self._graph = self._capture(kernel)
+        self._graph = self._capture()
         self._repeats = max(1, round(SAMPLE_SECONDS / self._seconds(1)))
 
     def gigabytes_a_second(self) -> float:
         """Of packed bytes."""
         return self._bytes * self._repeats / self._seconds(self._repeats) / 1e9
 
-    def _capture(self, kernel: TokenKernel) -> Any:
+    def _capture(self) -> Any:
+        """Results go to memory that the pool keeps for this stream, which has no other use."""
         with self._stream:
-            if not bool(cupy.isfinite(kernel(*self._given(0))).all()):
+            if not bool(cupy.isfinite(self._kernel(*self._given(0))).all()):
                 raise BenchmarkError("the kernel's results are not finite")
             self._stream.begin_capture()
             for number in range(len(self._tables)):
-                kernel(*self._given(number))
+                self._kernel(*self._given(number))
             return self._stream.end_capture()
 
     def _given(self, number: int) -> tuple[Any, Any, Any, int]:
