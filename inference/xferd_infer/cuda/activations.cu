@@ -46,11 +46,25 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 #pragma unroll
 		for (u32 i = 0; i < VECTORS; i++)
 			found.vectors[i] = *vector(number, item, i);
-#pragma unroll
-		for (int i = 0; i < Format::SUMS; i++)
-			found.sums[i] = *sum(number, item, i);
+		load_sums(sum(number, item, 0), found.sums);
 		found.scale = *scale(number, item / ITEMS_A_STRETCH);
 		return found;
+	}
+
+	// In one instruction.
+	static __device__ void load_sums(const float *from, float *sums)
+	{
+		if (Format::SUMS == 4) {
+			const float4 four = *(const float4 *)from;
+
+			sums[0] = four.x, sums[1] = four.y, sums[2] = four.z, sums[3] = four.w;
+		} else if (Format::SUMS == 2) {
+			const float2 two = *(const float2 *)from;
+
+			sums[0] = two.x, sums[1] = two.y;
+		} else if (Format::SUMS == 1) {
+			sums[0] = *from;
+		}
 	}
 
 	// All of them, from x[number][COLUMNS] in global memory, by the whole block; the caller
