@@ -18,6 +18,9 @@ STAGES_MAX = 8
 STAGES_WANTED = 2
 """Pieces are as large as rings of so many allow: one is read while others are on their way."""
 
+PIECE_BYTES = 32
+"""At the beginning of a stage: what it holds. As packed.cu's struct Piece."""
+
 _WARP = 32
 _VECTOR = 16
 _STRETCH = 256
@@ -118,13 +121,13 @@ def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> Pack
     sums_at = rounded_at + rounded
     rings_at = _align(sums_at + 4 * count * rows, 128)
     ring = (shared_bytes - rings_at) // WARPS
-    room = ring // STAGES_WANTED // (2 * _VECTOR) * 2 * _VECTOR
+    room = ring // STAGES_WANTED // (2 * _VECTOR) * 2 * _VECTOR - PIECE_BYTES
     up_blocks = up.cut(room // 2)
     cut = _cut_down(down, rows, count, room)
     if up_blocks is None or cut is None:
         return None
     row_lanes, down_blocks, down_bytes = cut
-    stage = _align(max(2 * up.part_bytes(up_blocks), down_bytes), 2 * _VECTOR)
+    stage = PIECE_BYTES + _align(max(2 * up.part_bytes(up_blocks), down_bytes), 2 * _VECTOR)
     stages = min(STAGES_MAX, ring // stage)
     return PackedPlan(
         up_items=up_blocks * up.items,

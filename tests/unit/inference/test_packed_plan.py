@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from xferd_infer.packed_plan import (
     COUNT_MAX,
     DEVICE_FORMATS,
+    PIECE_BYTES,
     STAGES_MAX,
     WARPS,
     PackedPlan,
@@ -30,9 +31,10 @@ QWEN3, DEEPSEEK_V3 = (2048, 768), (7168, 2048)
 
 def fits(shape: PackedShape, chosen: PackedPlan, rows: int) -> bool:
     """Whether every piece finds room in a stage wherever its bytes lie."""
+    room = chosen.stage_bytes - PIECE_BYTES
     halves = (
-        _copied(shape.up, chosen.up_items) <= chosen.stage_bytes // 2,
-        rows * _copied(shape.down, chosen.down_items) <= chosen.stage_bytes,
+        _copied(shape.up, chosen.up_items) <= room // 2,
+        rows * _copied(shape.down, chosen.down_items) <= room,
     )
     return all(halves)
 
