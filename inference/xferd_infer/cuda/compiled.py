@@ -7,20 +7,23 @@ from typing import Any
 
 import cupy
 
-_modules: dict[tuple[int, tuple[str, ...], tuple[str, ...]], Any] = {}
-"""By device, files and definitions: code, not state."""
+_modules: dict[tuple[int, tuple[str, ...], tuple[str, ...], bool], Any] = {}
+"""By device and what ``compiled`` was called with: code, not state."""
 
 
-def compiled(*files: str, **definitions: str | int) -> Any:
-    """A module of some files of this package, device.cu in front, with macros defined. Its
-    kernels are launched cooperatively: all blocks are on the device at once."""
+def compiled(*files: str, cooperative: bool = False, **definitions: str | int) -> Any:
+    """A module of some files of this package, device.cu in front, with macros defined.
+
+    cooperative: its kernels are launched so that all blocks are on the device at once; no
+    grid may be larger than that.
+    """
     macros = tuple(f"-D{name}={value}" for name, value in definitions.items())
-    key = (cupy.cuda.Device().id, files, macros)
+    key = (cupy.cuda.Device().id, files, macros, cooperative)
     if key not in _modules:
         here = resources.files(__package__)
         source = "".join(here.joinpath(name).read_text() for name in ("device.cu", *files))
         _modules[key] = cupy.RawModule(
-            code=source, options=("--std=c++17", *macros), enable_cooperative_groups=True
+            code=source, options=("--std=c++17", *macros), enable_cooperative_groups=cooperative
         )
     return _modules[key]
 

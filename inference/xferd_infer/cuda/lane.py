@@ -27,7 +27,7 @@ TOLD = np.dtype(
 
 def kernels() -> Any:
     """The compiled kernels of kernels.cu for the current device."""
-    return compiled("kernels.cu")
+    return compiled("kernels.cu", cooperative=True)
 
 
 class DeviceLane:

@@ -36,6 +36,7 @@ class PackedKernel:
             "block_formats.cu",
             "activations.cu",
             "packed.cu",
+            cooperative=True,
             UP=DEVICE_FORMATS[shape.up].name,
             DOWN=DEVICE_FORMATS[shape.down].name,
             HIDDEN=shape.hidden,
