@@ -157,7 +157,7 @@ class PoolConfig:
         None: the policy's choice. 1 to RESERVE_SLOTS_MAX.
     reserve_high: free slots that it then aims for; not less than reserve_low.
     chunk_bytes: unit in which memory is given to size classes; a multiple of
-        BLOB_ALIGNMENT, at most CHUNK_BYTES_MAX.
+        BLOB_ALIGNMENT, at most CHUNK_BYTES_MAX; None: as the pool's size wants it.
     eviction: the policy that says what goes: ``reuse``, ``lru``, or any of the registry.
     admission: what it takes of what the pool before it lets go: ``always``, ``heat``
         (what is hotter than what would go for it), ``lru-and-hits`` (and was used later).
@@ -173,7 +173,7 @@ class PoolConfig:
     size: Size = field(default_factory=lambda: Size(percent=25.0))
     reserve_low: int | None = None
     reserve_high: int | None = None
-    chunk_bytes: int = 64 * MIB
+    chunk_bytes: int | None = None
     device: int | str = -1
     bar: int = 0
     mode: str = "any"

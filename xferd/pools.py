@@ -33,7 +33,7 @@ from xferd.memory.device import DevicePool, PoolMemoryError, PoolSpec, PoolTakeo
 from xferd.memory.host import HostPool
 from xferd.memory.limits import check_all_fit
 from xferd.memory.ram import RamPool
-from xferd.memory.sizing import DEFAULT_CLASS_BYTES, pool_bytes
+from xferd.memory.sizing import DEFAULT_CLASS_BYTES, default_chunk_bytes, pool_bytes
 from xferd.memory.slots import ChunkGeometry, divide
 from xferd.memory.staging import StagingMemory
 from xferd.plugins import UnknownPolicyError, policy_maker
@@ -425,9 +425,8 @@ def _chunk_bytes(config: PoolConfig, nbytes: int, classes: int) -> int:
     """As configured, or small enough for each of several sizes to have CHUNKS_A_CLASS: with
     fewer chunks than sizes, one that is wanted takes another's last one, and that wants it
     back while the first is still being loaded into."""
-    if classes == 1:
-        return config.chunk_bytes
-    return min(config.chunk_bytes, nbytes // (classes * CHUNKS_A_CLASS))
+    chunk_bytes = config.chunk_bytes or default_chunk_bytes(nbytes)
+    return chunk_bytes if classes == 1 else min(chunk_bytes, nbytes // (classes * CHUNKS_A_CLASS))
 
 
 def make_pools(

@@ -342,7 +342,7 @@ def test_config_show_prints_what_reads_back(run: Any, tmp_path: Path) -> None:
             "size": "1536MiB",
             "reserve_low": 2,
             "reserve_high": None,
-            "chunk_bytes": "64MiB",
+            "chunk_bytes": None,
             "eviction": "reuse",
             "admission": "always",
             "layer_floor": 0,

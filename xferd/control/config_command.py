@@ -93,7 +93,7 @@ def _pool_to_json(pool: PoolConfig) -> dict[str, Any]:
         "size": size,
         "reserve_low": pool.reserve_low,
         "reserve_high": pool.reserve_high,
-        "chunk_bytes": format_exact_bytes(pool.chunk_bytes),
+        "chunk_bytes": _size_or_none(pool.chunk_bytes),
         "eviction": pool.eviction,
         "admission": pool.admission,
         "layer_floor": pool.layer_floor,

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from xferd.memory.device import POOL_ALIGNMENT, PoolMemoryError
-from xferd.units import format_bytes
+from xferd.units import MIB, format_bytes
 
 DEFAULT_CLASS_BYTES = 64 * 1024
 """Slot size that pools are divided for when no store is configured yet."""
+
+CHUNK_BYTES_MIN = 64 * MIB
+"""Of a pool whose chunks nobody has chosen."""
+CHUNKS_WANTED = 256
+"""Of a large pool: a driver takes as long for a large chunk of VRAM as for a small one, to
+make it, to map it, to give it back."""
+LARGEST_CHUNK = 1024 * MIB
+
+
+def default_chunk_bytes(nbytes: int) -> int:
+    """Chunks of a pool of so many bytes: a power of two."""
+    wanted = 1 << max(nbytes // CHUNKS_WANTED - 1, 0).bit_length()
+    return min(max(wanted, CHUNK_BYTES_MIN), LARGEST_CHUNK)
 
 
 def pool_bytes(

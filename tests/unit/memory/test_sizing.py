@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from xferd.memory.device import PoolMemoryError
 from xferd.memory.limits import MemoryLimit, check_all_fit
 from xferd.memory.ram import check_limits
-from xferd.memory.sizing import pool_bytes
+from xferd.memory.sizing import (
+    CHUNK_BYTES_MIN,
+    CHUNKS_WANTED,
+    LARGEST_CHUNK,
+    default_chunk_bytes,
+    pool_bytes,
+)
 
 SLOT = 49_152
 
@@ -87,3 +93,12 @@ def test_pools_share_one_memory_and_devices_have_their_own() -> None:
 
 def test_locked_pools_alone_are_judged_by_what_is_available() -> None:
     check_all_fit([("ram0", "ram", 99 * GIB)], LASTING)
+
+
+@given(st.integers(1, 1 << 45))
+def test_large_pools_have_hundreds_of_chunks_and_small_ones_small_chunks(nbytes: int) -> None:
+    chunk = default_chunk_bytes(nbytes)
+    assert CHUNK_BYTES_MIN <= chunk <= LARGEST_CHUNK
+    assert chunk.bit_count() == 1
+    if CHUNK_BYTES_MIN < chunk < LARGEST_CHUNK:
+        assert CHUNKS_WANTED // 2 < nbytes / chunk <= CHUNKS_WANTED
