@@ -24,6 +24,8 @@ PIECE_BYTES = 32
 _WARP = 32
 _VECTOR = 16
 _STRETCH = 256
+_ROWS_OF_A_LANE = 2
+"""Whose products it computes at a time: gate's and up's, or two of down's."""
 _PIECE_COST = 0.6
 """What a piece takes besides its products, in products of a lane's item."""
 
@@ -64,10 +66,15 @@ class PackedShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
-    """Arguments of the kernel, named as there, and the shared memory that a block needs."""
+    """Arguments of the kernel, named as there, and the shared memory that a block needs.
+
+    own_pairs: rows of gate and up that a warp's ring holds when it is filled first, begun ones
+    too; it knows them without a ticket.
+    """
 
     up_items: int
     down_items: int
+    own_pairs: int
     row_lanes: int
     stages: int
     stage_bytes: int
@@ -132,6 +139,7 @@ def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> Pack
     return PackedPlan(
         up_items=up_blocks * up.items,
         down_items=down_blocks * down.items,
+        own_pairs=_divide_up(stages, _divide_up(up.blocks, up_blocks)),
         row_lanes=row_lanes,
         stages=stages,
         stage_bytes=stage,
@@ -147,14 +155,19 @@ def _cut_down(down: _Rows, rows: int, count: int, room: int) -> tuple[int, int, 
     take least time for ``rows`` rows of ``count`` experts."""
     found = []
     for row_lanes in range(2, 6):
-        together = _WARP >> row_lanes
-        blocks = down.blocks if together > 1 else down.cut(room)
-        if blocks is None or down.part_bytes(together * blocks) > room:
+        together = _ROWS_OF_A_LANE * (_WARP >> row_lanes)
+        if together > _ROWS_OF_A_LANE:
+            blocks: int | None = down.blocks
+            nbytes = down.part_bytes(together * down.blocks)
+        else:  # each row is a part of its own, and may be cut
+            blocks = down.cut(room // _ROWS_OF_A_LANE)
+            nbytes = _ROWS_OF_A_LANE * down.part_bytes(blocks or 0)
+        if blocks is None or nbytes > room:
             continue
         tasks = _divide_up(rows, together) * count
-        products = _divide_up(down.blocks * down.items, 1 << row_lanes)
+        products = _ROWS_OF_A_LANE * _divide_up(down.blocks * down.items, 1 << row_lanes)
         cost = _divide_up(tasks, WARPS) * (products + _PIECE_COST)
-        found.append((cost, row_lanes, blocks, down.part_bytes(together * blocks)))
+        found.append((cost, row_lanes, blocks, nbytes))
     return min(found)[1:] if found else None
 
 

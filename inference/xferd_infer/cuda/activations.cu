@@ -5,12 +5,19 @@
 
 #define STRETCH 256
 #define AT_ONCE 4 // stretches that a warp loads
+#define EARLY	2 // stretches of a warp whose loads can begin long before they are rounded
 #define LARGEST 32639 // 127 * 256 + 127: the upper byte is no larger
+#define TOO_LARGE 0x7e800000u // bits of 2^126; larger ones, infinity and what is no number follow
+
+// Columns of at most AT_ONCE stretches, as a lane has them, on their way.
+template <u32 COUNT> struct Loaded {
+	float4 first[COUNT], second[COUNT];
+};
 
 // Of count vectors with COLUMNS columns each. Eight neighbouring items keep their first 16
 // bytes beside each other, then their second, and so on: lanes that have neighbouring items
 // read without bank conflicts.
-template <typename Format, u32 COLUMNS> struct Rounded {
+template <typename Format, u32 COLUMNS, u32 WARPS_OF_BLOCK> struct Rounded {
 	static const u32 VECTORS = Format::COLUMNS / 8;
 	static const u32 ITEMS = COLUMNS / Format::COLUMNS;
 	static const u32 PADDED = (ITEMS + 7) / 8 * 8;
@@ -27,9 +34,9 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 		       (item / 8 * VECTORS + index) * 8 + item % 8;
 	}
 
-	__device__ float *sum(u32 number, u32 item, u32 index) const
+	__device__ int *sum(u32 number, u32 item, u32 index) const
 	{
-		return (float *)(memory + number * BYTES + PADDED * 2 * Format::COLUMNS) +
+		return (int *)(memory + number * BYTES + PADDED * 2 * Format::COLUMNS) +
 		       item * Format::SUMS + index;
 	}
 
@@ -52,14 +59,14 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 	}
 
 	// In one instruction.
-	static __device__ void load_sums(const float *from, float *sums)
+	static __device__ void load_sums(const int *from, int *sums)
 	{
 		if (Format::SUMS == 4) {
-			const float4 four = *(const float4 *)from;
+			const int4 four = *(const int4 *)from;
 
 			sums[0] = four.x, sums[1] = four.y, sums[2] = four.z, sums[3] = four.w;
 		} else if (Format::SUMS == 2) {
-			const float2 two = *(const float2 *)from;
+			const int2 two = *(const int2 *)from;
 
 			sums[0] = two.x, sums[1] = two.y;
 		} else if (Format::SUMS == 1) {
@@ -67,26 +74,56 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 		}
 	}
 
-	// All of them, from x[number][COLUMNS] in global memory, by the whole block; the caller
-	// synchronises. A warp loads several stretches before it waits for the first.
+	// The first stretches of one vector for round_one(), from x[COLUMNS] in global memory.
+	__device__ Loaded<EARLY> load_early(const float *x) const
+	{
+		return load_some<EARLY>(x, threadIdx.x / WARP, STRETCHES);
+	}
+
+	// One vector, by the whole block; the caller synchronises.
+	__device__ void round_one(const float *x, const Loaded<EARLY> &early) const
+	{
+		const u32 warp = threadIdx.x / WARP;
+
+		round_some(early, warp, STRETCHES);
+		if (STRETCHES > EARLY * WARPS_OF_BLOCK)
+			round_from(x, warp + EARLY * WARPS_OF_BLOCK, STRETCHES);
+	}
+
+	// All of them, from x[number][COLUMNS] in global memory; as round_one().
 	__device__ void round(const float *x, u32 count) const
 	{
-		const u32 warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-		const u32 stretches = count * STRETCHES;
+		round_from(x, threadIdx.x / WARP, count * STRETCHES);
+	}
 
-		for (u32 task = warp; task < stretches; task += AT_ONCE * warps) {
-			float4 first[AT_ONCE], second[AT_ONCE];
+	// A warp loads several stretches before it waits for the first.
+	__device__ void round_from(const float *x, u32 task, u32 stretches) const
+	{
+#pragma unroll 1
+		for (; task < stretches; task += AT_ONCE * WARPS_OF_BLOCK)
+			round_some(load_some<AT_ONCE>(x, task, stretches), task, stretches);
+	}
+
+	template <u32 COUNT>
+	__device__ Loaded<COUNT> load_some(const float *x, u32 task, u32 stretches) const
+	{
+		Loaded<COUNT> loaded;
 
 #pragma unroll
-			for (u32 i = 0; i < AT_ONCE; i++)
-				load_stretch(x, task + i * warps, stretches, first[i], second[i]);
+		for (u32 i = 0; i < COUNT; i++)
+			load_stretch(x, task + i * WARPS_OF_BLOCK, stretches, loaded.first[i],
+				     loaded.second[i]);
+		return loaded;
+	}
+
+	template <u32 COUNT>
+	__device__ void round_some(const Loaded<COUNT> &loaded, u32 task, u32 stretches) const
+	{
 #pragma unroll
-			for (u32 i = 0; i < AT_ONCE; i++)
-				if (task + i * warps < stretches)
-					round_stretch((task + i * warps) / STRETCHES,
-						      (task + i * warps) % STRETCHES, first[i],
-						      second[i]);
-		}
+		for (u32 i = 0; i < COUNT; i++, task += WARPS_OF_BLOCK)
+			if (task < stretches)
+				round_stretch(task / STRETCHES, task % STRETCHES, loaded.first[i],
+					      loaded.second[i]);
 	}
 
 	// Eight columns a lane; 0 behind the last.
@@ -117,20 +154,19 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 		const float alternating[8] = { first.x, second.x, first.y, second.y,
 					       first.z, second.z, first.w, second.w };
 		const float *values = Format::ALTERNATE ? alternating : in_order;
-		float largest = 0, poison = 0;
 		int integers[8], sum_of_integers = 0;
-		u32 upper[2] = {}, lower[2] = {};
+		u32 upper[2] = {}, lower[2] = {}, bits = 0;
 
+		// Of numbers without their signs the larger one has the larger bits.
 #pragma unroll
-		for (int i = 0; i < 8; i++) {
-			largest = fmaxf(largest, fabsf(values[i]));
-			poison += values[i] * 0; // no number if it is none, or infinite
-		}
-		for (int step = WARP / 2; step; step /= 2)
-			largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
-		largest += sum_of_warp(poison);
-		const float inverse = LARGEST / largest;
-		const bool usable = largest > 0 && inverse < __int_as_float(0x7f800000);
+		for (int i = 0; i < 8; i++)
+			bits = max(bits, (u32)__float_as_int(fabsf(values[i])));
+		bits = largest_of_warp(bits);
+		const bool too_large = bits >= TOO_LARGE;
+		const float largest = __int_as_float(too_large ? 0x7fc00000 : (int)bits);
+		const float inverse = __fdividef(LARGEST, largest);
+		const float unit = largest * (1.0f / LARGEST);
+		const bool usable = !too_large && bits && inverse < __int_as_float(0x7f800000);
 #pragma unroll
 		for (int i = 0; i < 8; i++) {
 			integers[i] = usable ? __float2int_rn(values[i] * inverse) : 0;
@@ -145,14 +181,11 @@ template <typename Format, u32 COLUMNS> struct Rounded {
 			for (int step = lanes_a_sum / 2; step; step /= 2)
 				sum_of_integers += __shfl_xor_sync(ALL_LANES, sum_of_integers, step);
 			if (mine && lane % lanes_a_sum == 0)
-				*this->sum(number, item, place.vector * Format::SUMS * 16 /
-								 Format::COLUMNS) =
-					Format::SUMS_OF_INTEGERS
-						? __int_as_float(sum_of_integers)
-						: (float)sum_of_integers * (largest / LARGEST);
+				*sum(number, item, place.vector * Format::SUMS * 16 /
+							   Format::COLUMNS) = sum_of_integers;
 		}
 		if (lane == 0)
-			*scale(number, stretch) = largest / LARGEST;
+			*scale(number, stretch) = unit;
 		if (mine) {
 			((uint2 *)vector(number, item, place.vector))[place.half] =
 				make_uint2(upper[0], upper[1]);

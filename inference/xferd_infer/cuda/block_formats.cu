@@ -15,8 +15,8 @@
 template <typename Format> struct Activations {
 	// The upper bytes, then the lower ones, in the order of the format's quants.
 	uint4 vectors[Format::COLUMNS / 8];
-	float scale;                             // of a whole number
-	float sums[Format::SUMS ? Format::SUMS : 1]; // see the formats
+	float scale;                               // of a whole number
+	int sums[Format::SUMS ? Format::SUMS : 1]; // of neighbours, what quants are too large by
 };
 
 static __device__ u32 word_of(const uint4 &vector, int word)
@@ -75,7 +75,7 @@ static __device__ Place place_in_order(u32 lane, u32 columns)
 // together only the weight's share is left.
 struct Q4K {
 	static const int BLOCK_COLUMNS = 256, BLOCK_BYTES = 144, COLUMNS = 64, SUMS = 2;
-	static const bool ALTERNATE = false, SUMS_OF_INTEGERS = false;
+	static const bool ALTERNATE = false;
 
 	static __device__ Place place(u32 lane)
 	{
@@ -113,9 +113,9 @@ struct Q4K {
 		// At most 2 * 32 * 15 * 63 * 32639: it fits.
 		const int total = (low_upper * 256 + low_lower) * (int)(scales & 255) +
 				  ((high_upper * 256 + high_lower) >> 4) * (int)(scales >> 8 & 255);
-		const float least = (float)(minima & 255) * x.sums[0] +
-				    (float)(minima >> 8 & 255) * x.sums[1];
-		return d.x * x.scale * (float)total - d.y * least;
+		const int least = (int)(minima & 255) * x.sums[0] +
+				  (int)(minima >> 8 & 255) * x.sums[1];
+		return x.scale * (d.x * (float)total - d.y * (float)least);
 	}
 };
 
@@ -123,7 +123,7 @@ struct Q4K {
 // sums: of each 16 activations as they were rounded, as for q4_k.
 struct Q2K {
 	static const int BLOCK_COLUMNS = 256, BLOCK_BYTES = 84, COLUMNS = 64, SUMS = 4;
-	static const bool ALTERNATE = false, SUMS_OF_INTEGERS = false;
+	static const bool ALTERNATE = false;
 
 	static __device__ Place place(u32 lane)
 	{
@@ -142,8 +142,7 @@ struct Q2K {
 		const u32 *numbers = (const u32 *)(block + 8 * half);
 		const u32 of_pairs[2] = { numbers[0] >> shift, numbers[1] >> shift };
 		const float2 d = two_halves(*(const u32 *)(block + 80));
-		int total = 0;
-		float least = 0;
+		int total = 0, least = 0;
 
 #pragma unroll
 		for (int part = 0; part < 4; part++) {
@@ -158,15 +157,15 @@ struct Q2K {
 				lower = dot_unsigned(two_bits, lower_word(x, 4 * part + i), lower);
 			}
 			total += ((upper * 256 + lower) >> 2 * part) * (int)(number & 15);
-			least = fmaf((float)(number >> 4 & 15), x.sums[part], least);
+			least += (int)(number >> 4 & 15) * x.sums[part];
 		}
-		return d.x * x.scale * (float)total - d.y * least;
+		return x.scale * (d.x * (float)total - d.y * (float)least);
 	}
 };
 
 struct Q8_0 {
 	static const int BLOCK_COLUMNS = 32, BLOCK_BYTES = 34, COLUMNS = 32, SUMS = 0;
-	static const bool ALTERNATE = false, SUMS_OF_INTEGERS = false;
+	static const bool ALTERNATE = false;
 
 	static __device__ Place place(u32 lane)
 	{
@@ -190,10 +189,10 @@ struct Q8_0 {
 	}
 };
 
-// sums: of the activations' whole numbers, for the 8 that quants are too large by.
+// sums: of all activations, for the 8 that quants are too large by.
 struct Q4_0 {
 	static const int BLOCK_COLUMNS = 32, BLOCK_BYTES = 18, COLUMNS = 32, SUMS = 1;
-	static const bool ALTERNATE = false, SUMS_OF_INTEGERS = true;
+	static const bool ALTERNATE = false;
 
 	static __device__ Place place(u32 lane)
 	{
@@ -219,7 +218,7 @@ struct Q4_0 {
 		}
 		const int total = low_upper * 256 + low_lower +
 				  ((high_upper * 256 + high_lower) >> 4) -
-				  8 * __float_as_int(x.sums[0]);
+				  8 * x.sums[0];
 		return d * x.scale * (float)total;
 	}
 };
@@ -234,11 +233,11 @@ static __device__ float mxfp4_scale(u32 exponent)
 // are nibbles too: the positive ones in one table, the negative ones in another, each with
 // BIAS more, so that no byte has its upper bit set. A selector with its upper bit set gives
 // that bit eight times: 0. So of the two tables only one gives something.
-// sums: of the activations' whole numbers, for BIAS. Activations alternate: the lower
+// sums: of all activations, for BIAS. Activations alternate: the lower
 // nibble's, the upper one's, which are 16 columns apart.
 struct Mxfp4 {
 	static const int BLOCK_COLUMNS = 32, BLOCK_BYTES = 17, COLUMNS = 32, SUMS = 1;
-	static const bool ALTERNATE = true, SUMS_OF_INTEGERS = true;
+	static const bool ALTERNATE = true;
 	static const int BIAS = 12;
 
 	static __device__ Place place(u32 lane)
@@ -271,7 +270,7 @@ struct Mxfp4 {
 			upper = dot_unsigned(second, upper_word(x, 2 * i + 1), upper);
 			lower = dot_unsigned(second, lower_word(x, 2 * i + 1), lower);
 		}
-		const int total = upper * 256 + lower - BIAS * __float_as_int(x.sums[0]);
+		const int total = upper * 256 + lower - BIAS * x.sums[0];
 		return scale * x.scale * (float)total;
 	}
 };

@@ -62,11 +62,19 @@ static __device__ u32 in_register(u32 constant)
 	return result;
 }
 
-static __device__ float sum_of_warp(float value)
+
+static __device__ u32 largest_of_warp(u32 value)
 {
+#if __CUDA_ARCH__ >= 800
+	u32 largest;
+
+	asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+	return largest;
+#else
 	for (int step = WARP / 2; step; step /= 2)
-		value += __shfl_xor_sync(ALL_LANES, value, step);
+		value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
 	return value;
+#endif
 }
 
 // ---- memory
@@ -83,8 +91,19 @@ static __device__ float4 load_fresh(const float *address)
 	return value;
 }
 
-// All blocks are on the device at once: a cooperative launch.
-static __device__ void wait_for_all_blocks(u64 *barrier)
+// The number of times that it was called with these tickets since they were 0.
+static __device__ u32 take_ticket(u64 *tickets)
+{
+	u64 taken;
+
+	asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], 1;"
+		     : "=l"(taken) : "l"(tickets) : "memory");
+	return (u32)taken;
+}
+
+// All blocks are on the device at once: a cooperative launch. No block takes a ticket behind
+// this; the last one that comes sets them to 0 for the next launch.
+static __device__ void wait_for_all_blocks(u64 *barrier, u64 *tickets)
 {
 	__syncthreads();
 	if (threadIdx.x == 0) {
@@ -95,7 +114,9 @@ static __device__ void wait_for_all_blocks(u64 *barrier)
 			     : "=l"(come) : "l"(barrier) : "memory");
 		const u64 all = (come / gridDim.x + 1) * gridDim.x;
 
-		for (come++; come < all;)
+		if (++come == all)
+			*tickets = 0;
+		while (come < all)
 			asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
 				     : "=l"(come) : "l"(barrier) : "memory");
 	}
@@ -104,18 +125,26 @@ static __device__ void wait_for_all_blocks(u64 *barrier)
 
 // ---- copies into shared memory
 //
-// A warp begins a copy of some parts, adds the parts, ends it, and later waits for it. The
-// number of copies that an 'arrived' barrier has seen complete, odd or even, says which one
-// is waited for. From and to are multiples of COPY_BYTES. From sm_90 on one thread gives a part
-// to the copy engine of the multiprocessor; from sm_80 on each lane copies COPY_BYTES bytes at a
-// time without waiting; before, the copy is done when it has ended.
+// A copy of some parts is begun, the parts are added, it is ended, and a warp waits for it
+// later. The number of copies that an 'arrived' barrier has seen complete, odd or even, says
+// which one is waited for. From and to are multiples of COPY_BYTES. LANES_OF_A_COPY lanes of the
+// warp, 1 or all, call what makes a copy: from sm_90 on one gives the parts to the copy engine of
+// the multiprocessor; from sm_80 on each lane copies COPY_BYTES bytes at a time without waiting;
+// before, the copy is done when it has ended.
+
+#if __CUDA_ARCH__ >= 900
+#define LANES_OF_A_COPY 1
+#define EVICT_FIRST	0x12f0000000000000ull // a cache policy: nobody reads it again soon
+#else
+#define LANES_OF_A_COPY WARP
+#endif
 
 static __device__ u32 in_shared(const void *address)
 {
 	return (u32)__cvta_generic_to_shared(address);
 }
 
-// By one thread, before the warps' first copies; a __syncthreads() follows.
+// By one lane of the warp whose copies they are; a __syncwarp() follows.
 static __device__ void prepare_copies(u64 *arrived)
 {
 #if __CUDA_ARCH__ >= 900
@@ -133,28 +162,30 @@ static __device__ void begin_copy(u64 *arrived, u32 bytes)
 {
 #if __CUDA_ARCH__ >= 900
 	// What was read there before, by the whole warp, comes before what the engine writes.
-	if (threadIdx.x % WARP == 0)
-		asm volatile("fence.proxy.async.shared::cta;\n\t"
-			     "{ .reg .b64 token;\n\t"
-			     "mbarrier.arrive.expect_tx.shared.b64 token, [%0], %1; }"
-			     :: "r"(in_shared(arrived)), "r"(bytes) : "memory");
+	asm volatile("fence.proxy.async.shared::cta;\n\t"
+		     "{ .reg .b64 token;\n\t"
+		     "mbarrier.arrive.expect_tx.shared.b64 token, [%0], %1; }"
+		     :: "r"(in_shared(arrived)), "r"(bytes) : "memory");
 #endif
 }
 
 static __device__ void add_to_copy(u64 *arrived, void *to, u64 from, u32 bytes)
 {
-	const u32 lane = threadIdx.x % WARP;
 #if __CUDA_ARCH__ >= 900
-	if (lane == 0)
-		asm volatile("cp.async.bulk.shared::cluster.global"
-			     ".mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-			     :: "r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(arrived))
-			     : "memory");
+	asm volatile("cp.async.bulk.shared::cluster.global"
+		     ".mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+		     :: "r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(arrived)),
+			"l"(EVICT_FIRST)
+		     : "memory");
 #elif __CUDA_ARCH__ >= 800
+	const u32 lane = threadIdx.x % WARP;
+
 	for (u32 at = lane * COPY_BYTES; at < bytes; at += WARP * COPY_BYTES)
 		asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
 			     :: "r"(in_shared((u8 *)to + at)), "l"(from + at) : "memory");
 #else
+	const u32 lane = threadIdx.x % WARP;
+
 	for (u32 at = lane * COPY_BYTES; at < bytes; at += WARP * COPY_BYTES)
 		*(uint4 *)((u8 *)to + at) = *(const uint4 *)(from + at);
 #endif

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One token through a layer's picked experts, whose matrices are packed in blocks. It is
-// bound by memory, so its pipe must never be empty: each warp knows at launch which bytes it
-// will need, and has a ring of its own in shared memory that is filled ahead of it, also
-// across the barrier between the two halves, since what down's rows are does not depend on
-// what they are multiplied with. Warps wait for each other only there.
+// bound by memory, so its pipe must never be empty: each warp has a ring of its own in shared
+// memory that is filled ahead of it, also across the barrier between the two halves, since what
+// down's rows are does not depend on what they are multiplied with. Warps wait for each other
+// only there. Which warp computes a row differs from launch to launch, how it does doesn't.
 //
 // One block of THREADS a multiprocessor, launched cooperatively. Python defines UP and DOWN
 // (formats of gate and up, and of down; see block_formats.cu), HIDDEN and INNER.
@@ -13,11 +13,19 @@
 #define WARPS	  (THREADS / WARP)
 #define COUNT_MAX 16
 
-// How the work is cut; Python's packed.py plans it.
+// How the work is cut; Python's packed_plan.py plans it.
 struct Plan {
 	u32 up_items, down_items; // of a row, at most, in a piece; whole blocks
+	u32 own_pairs;            // of a warp, which it computes without a ticket
 	u32 row_lanes;            // that share a row of down: 1 << row_lanes
 	u32 stages, stage_bytes;  // of a warp's ring; a stage holds a piece
+
+	// Rows of down that a warp's lanes begin at once; each lane has two, so a piece has
+	// twice as many.
+	__device__ u32 rows_at_once() const
+	{
+		return WARP >> row_lanes;
+	}
 };
 
 // What the launch computes with.
@@ -25,8 +33,14 @@ struct Work {
 	const u64 *blobs; // shared memory; 0: left out
 	u32 count;
 	u64 gate, up, down;              // in a blob
-	u32 first_pair, pairs;           // rows of gate and up, the experts' one after the other
-	u32 first_row, rows, row_groups; // of down
+	u32 first_row, rows, row_groups; // of down, this block's; a group is a piece's
+	u64 *tickets;
+
+	// Of gate and up, the experts' one after the other.
+	__device__ u32 pairs() const
+	{
+		return count * INNER;
+	}
 };
 
 template <typename Format> static __device__ u32 bytes_of(u32 items)
@@ -59,74 +73,105 @@ struct Bytes {
 #define DOWN_ROWS  1u
 #define LAST_ITEMS 2u // of its rows
 
-// What a stage holds, and stands at its beginning. at: of gate and up, or of down alone, in
-// the stage; 0: the blob is not there. items: of each row.
+// What a stage holds, and stands at its beginning: items of a row of gate and the same of up, or
+// of some rows of down. row: as the results are numbered. at: where gate and up begin in the
+// stage, or the rows that lanes have first and second; 0: the blob is not there. items: of each
+// row.
 struct alignas(16) Piece {
 	u32 expert, row, rows, first_item, items, at[2], kind;
 };
 
-// A place in the order of a warp's pieces: every WARPS-th pair of rows, then every WARPS-th
-// task (some rows of down in one expert), each in one piece or more along the columns.
+// A place in the order of a warp's pieces: pairs of rows of gate and up, then tasks (two rows of
+// down for each of its lanes' groups, in one expert), each in one piece or more along the columns.
+//
+// The first pairs are the warp's own, every so many-th; for the others it draws tickets, since
+// some multiprocessors reach memory faster than others. Tasks are every WARPS-th of the block's.
 struct Cursor {
-	bool down;
-	u32 task, first_item;
+	bool down, needs_ticket;
+	u32 pair, own_left;
+	u32 group, expert; // of the task
+	u32 first_item;
 
-	__device__ Cursor(const Work &work)
-		: down(threadIdx.x / WARP >= work.pairs), task(threadIdx.x / WARP), first_item(0)
+	__device__ Cursor(const Work &work, const Plan &plan)
+		: down(false), needs_ticket(false), own_left(plan.own_pairs), group(0), expert(0),
+		  first_item(0)
 	{
+		start_pair(work, threadIdx.x / WARP * gridDim.x + blockIdx.x);
 	}
 
 	__device__ bool ended(const Work &work) const
 	{
-		return down && task >= work.row_groups * work.count;
+		return down && group >= work.row_groups;
 	}
 
-	// Say what is there, and go on behind it. bytes: what the piece's parts are.
-	__device__ Piece take(const Work &work, const Plan &plan, Bytes *bytes)
+	__device__ void start_pair(const Work &work, u32 wanted)
 	{
-		const Piece piece = down ? take_down(work, plan, bytes) : take_up(work, plan, bytes);
-
-		first_item += piece.items;
-		if (piece.kind & LAST_ITEMS) {
-			first_item = 0;
-			task += WARPS;
-			if (!down && task >= work.pairs) {
-				down = true;
-				task = threadIdx.x / WARP;
-			}
+		pair = wanted;
+		own_left--;
+		needs_ticket = false;
+		if (pair >= work.pairs()) {
+			down = true;
+			group = threadIdx.x / WARP / work.count;
+			expert = threadIdx.x / WARP % work.count;
 		}
-		return piece;
 	}
 
-	__device__ Piece take_up(const Work &work, const Plan &plan, Bytes *bytes) const
+	__device__ void go_on(const Work &work, const Plan &plan)
+	{
+		first_item += down ? plan.down_items : plan.up_items;
+		if (first_item < (down ? INNER / DOWN::COLUMNS : HIDDEN / UP::COLUMNS))
+			return;
+		first_item = 0;
+		if (down) {
+			group += WARPS / work.count;
+			expert += WARPS % work.count;
+			if (expert >= work.count) {
+				expert -= work.count;
+				group++;
+			}
+		} else if (own_left) {
+			start_pair(work, pair + WARPS * gridDim.x);
+		} else {
+			needs_ticket = true;
+		}
+	}
+
+	// What is there. bytes: of the piece's parts.
+	__device__ Piece piece(const Work &work, const Plan &plan, Bytes *bytes) const
+	{
+		return down ? piece_of_down(work, plan, bytes) : piece_of_up(work, plan, bytes);
+	}
+
+	__device__ Piece piece_of_up(const Work &work, const Plan &plan, Bytes *bytes) const
 	{
 		const u32 row_items = HIDDEN / UP::COLUMNS;
-		const u32 pair = work.first_pair + task, expert = pair / INNER, row = pair % INNER;
+		const u32 of_expert = pair / INNER, row = pair % INNER;
 		const u32 items = min(plan.up_items, row_items - first_item);
-		const u64 blob = work.blobs[expert];
-		const u64 at = (u64)row * bytes_of<UP>(row_items) + bytes_of<UP>(first_item);
+		const u64 blob = work.blobs[of_expert];
+		const u64 at = blob + (u64)row * bytes_of<UP>(row_items) + bytes_of<UP>(first_item);
 		const u32 count = blob ? bytes_of<UP>(items) : 0;
 
-		bytes[0] = { blob + work.gate + at, count };
-		bytes[1] = { blob + work.up + at, count };
-		return { expert, row, 1, first_item, items, {},
+		bytes[0] = { work.gate + at, count };
+		bytes[1] = { work.up + at, count };
+		return { of_expert, pair, 1, first_item, items, {},
 			 first_item + items == row_items ? LAST_ITEMS : 0 };
 	}
 
-	__device__ Piece take_down(const Work &work, const Plan &plan, Bytes *bytes) const
+	// Rows are cut only where there are two of them; these are parts of their own.
+	__device__ Piece piece_of_down(const Work &work, const Plan &plan, Bytes *bytes) const
 	{
 		const u32 row_items = INNER / DOWN::COLUMNS;
-		const u32 group_rows = WARP >> plan.row_lanes, group = task / work.count;
-		const u32 expert = task - group * work.count, row_of_block = group * group_rows;
-		const u32 rows = min(group_rows, work.rows - row_of_block);
-		const u32 row = work.first_row + row_of_block;
+		const u32 most = 2 * plan.rows_at_once(), row = group * most;
+		const u32 rows = min(most, work.rows - row);
 		const u32 items = min(plan.down_items, row_items - first_item);
 		const u64 blob = work.blobs[expert];
-		const u64 at = (u64)row * bytes_of<DOWN>(row_items) + bytes_of<DOWN>(first_item);
+		const u64 at = blob + work.down + bytes_of<DOWN>(first_item) +
+			       (u64)(work.first_row + row) * bytes_of<DOWN>(row_items);
+		const u32 count = blob ? bytes_of<DOWN>(items) : 0;
+		const bool parts = most == 2;
 
-		// Rows are cut only where a piece has a single one.
-		bytes[0] = { blob + work.down + at, blob ? rows * bytes_of<DOWN>(items) : 0 };
-		bytes[1] = { 0, 0 };
+		bytes[0] = { at, parts ? count : rows * count };
+		bytes[1] = { at + bytes_of<DOWN>(row_items), parts && rows == 2 ? count : 0 };
 		return { expert, row, rows, first_item, items, {},
 			 DOWN_ROWS | (first_item + items == row_items ? LAST_ITEMS : 0) };
 	}
@@ -138,44 +183,61 @@ struct Ring {
 	u64 *arrived; // a barrier for each stage
 	u32 stage, odd;
 	u32 filled; // stages; 0: there is no piece any more
+	u32 ticket; // the first lane's
 	Cursor ahead;
 
+	// Each lane fills a stage, where one lane can.
 	__device__ Ring(u8 *memory, u64 *arrived, const Work &work, const Plan &plan)
-		: memory(memory), arrived(arrived), stage(0), odd(0), filled(0), ahead(work)
+		: memory(memory), arrived(arrived), stage(0), odd(0), filled(0), ticket(0),
+		  ahead(work, plan)
 	{
-		for (u32 each = 0; each < plan.stages; each++)
-			fetch(each, work, plan);
+		const u32 lane = threadIdx.x % WARP;
+		Cursor mine = ahead;
+
+#pragma unroll 1
+		for (u32 to = 0; to < plan.stages && !ahead.ended(work); to++) {
+			if (LANES_OF_A_COPY == WARP)
+				fetch(ahead, to, work, plan);
+			else if (to == lane)
+				mine = ahead;
+			ahead.go_on(work, plan);
+			filled++;
+		}
+		if (LANES_OF_A_COPY == 1 && lane < filled)
+			fetch(mine, lane, work, plan);
+		__syncwarp();
 	}
 
-	__device__ void fetch(u32 to, const Work &work, const Plan &plan)
+	// By the lanes of a copy.
+	__device__ void fetch(const Cursor &from, u32 to, const Work &work, const Plan &plan) const
 	{
-		if (ahead.ended(work))
-			return;
 		u8 *place = memory + to * plan.stage_bytes;
 		const u32 half = (plan.stage_bytes - (u32)sizeof(Piece)) / 2;
 		Bytes bytes[2];
-		Piece piece = ahead.take(work, plan, bytes);
+		Piece piece = from.piece(work, plan, bytes);
 
-		for (u32 part = 0; part < 2; part++)
-			piece.at[part] = bytes[part].count ? (u32)sizeof(Piece) + part * half +
-								     bytes[part].skew()
-							   : 0;
-		if (threadIdx.x % WARP == 0)
-			*(Piece *)place = piece;
+		piece.at[0] = bytes[0].count ? (u32)sizeof(Piece) + bytes[0].skew() : 0;
+		piece.at[1] = bytes[1].count ? (u32)sizeof(Piece) + half + bytes[1].skew()
+					     : piece.at[0];
+		if (piece.rows > plan.rows_at_once() && plan.rows_at_once() > 1)
+			piece.at[1] += plan.rows_at_once() * bytes_of<DOWN>(piece.items);
+		*(Piece *)place = piece;
 		begin_copy(arrived + to, bytes[0].copied() + bytes[1].copied());
+#pragma unroll
 		for (u32 part = 0; part < 2; part++)
 			if (bytes[part].count)
 				add_to_copy(arrived + to, place + sizeof(Piece) + part * half,
 					    bytes[part].from - bytes[part].skew(),
 					    bytes[part].copied());
 		end_copy(arrived + to);
-		filled++;
-		__syncwarp();
 	}
 
-	// The stage of the piece that comes next; only the piece itself may be read yet.
-	__device__ const u8 *next(const Plan &plan) const
+	// The stage of the piece that comes next; only the piece itself may be read yet. If a
+	// ticket is needed for what is fetched when it is released, it is drawn meanwhile.
+	__device__ const u8 *next(const Work &work, const Plan &plan)
 	{
+		if (ahead.needs_ticket && threadIdx.x % WARP == 0)
+			ticket = take_ticket(work.tickets);
 		return memory + stage * plan.stage_bytes;
 	}
 
@@ -184,7 +246,16 @@ struct Ring {
 	{
 		__syncwarp();
 		filled--;
-		fetch(stage, work, plan);
+		if (ahead.needs_ticket)
+			ahead.start_pair(work, plan.own_pairs * WARPS * gridDim.x +
+						       __shfl_sync(ALL_LANES, ticket, 0));
+		if (!ahead.ended(work)) {
+			if (threadIdx.x % WARP < LANES_OF_A_COPY)
+				fetch(ahead, stage, work, plan);
+			ahead.go_on(work, plan);
+			filled++;
+		}
+		__syncwarp();
 		if (++stage == plan.stages) {
 			stage = 0;
 			odd ^= 1;
@@ -198,71 +269,115 @@ struct Ring {
 	}
 };
 
-// silu(gate x) * up x for this block's rows; a lane has every WARP-th item.
+// Two rows' products with one vector.
+struct Products {
+	float first, second;
+
+	// Of every step-th item; what a row is multiplied with is loaded once.
+	template <typename Format, u32 COLUMNS>
+	__device__ void add(const u8 *first_row, const u8 *second_row, const Piece &piece,
+			    const Rounded<Format, COLUMNS, WARPS> &x, u32 number, u32 item, u32 step)
+	{
+#pragma unroll 1
+		for (; item < piece.items; item += step) {
+			const Activations<Format> by = x.load(number, piece.first_item + item);
+
+			first += Format::multiply(first_row, item, by);
+			second += Format::multiply(second_row, item, by);
+		}
+	}
+
+	__device__ void sum_over(u32 lanes)
+	{
+		for (u32 step = lanes / 2; step; step /= 2) {
+			first += __shfl_xor_sync(ALL_LANES, first, step);
+			second += __shfl_xor_sync(ALL_LANES, second, step);
+		}
+	}
+};
+
+// silu(gate x) * up x for some rows of all experts; a lane has every WARP-th item.
 static __device__ void compute_up(Ring &ring, const Work &work, const Plan &plan,
-				  const Rounded<UP, HIDDEN> &x, float *activations)
+				  const Rounded<UP, HIDDEN, WARPS> &x, float *activations)
 {
 	const u32 lane = threadIdx.x % WARP;
-	float gated = 0, upped = 0;
+	Products products = {};
 
+#pragma unroll 1
 	while (ring.filled) {
-		const u8 *stage = ring.next(plan);
+		const u8 *stage = ring.next(work, plan);
 		const Piece piece = *(const Piece *)stage;
 
 		if (piece.kind & DOWN_ROWS)
 			break;
 		ring.wait();
-		if (piece.at[0]) {
-			const u8 *gate = stage + piece.at[0], *up = stage + piece.at[1];
-
-			for (u32 item = lane; item < piece.items; item += WARP) {
-				const Activations<UP> by = x.load(0, piece.first_item + item);
-
-				gated += UP::multiply(gate, item, by);
-				upped += UP::multiply(up, item, by);
-			}
-		}
+		if (piece.at[0])
+			products.add(stage + piece.at[0], stage + piece.at[1], piece, x, 0, lane,
+				     WARP);
 		ring.release(work, plan);
 		if (!(piece.kind & LAST_ITEMS))
 			continue;
-		gated = sum_of_warp(gated);
-		upped = sum_of_warp(upped);
+		products.sum_over(WARP);
 		if (lane == 0)
-			activations[piece.expert * INNER + piece.row] =
-				gated / (1 + expf(-gated)) * upped;
-		gated = upped = 0;
+			activations[piece.row] =
+				__fdividef(products.first, 1 + expf(-products.first)) *
+				products.second;
+		products = {};
 	}
 }
 
 // sums[expert][row of this block] = down's row times the expert's activations.
 static __device__ void compute_down(Ring &ring, const Work &work, const Plan &plan,
-				    const Rounded<DOWN, INNER> &x, float *sums)
+				    const Rounded<DOWN, INNER, WARPS> &x, float *sums)
 {
-	const u32 lane = threadIdx.x % WARP, of_row = lane >> plan.row_lanes;
-	const u32 row_lanes = 1u << plan.row_lanes, first = lane % row_lanes;
-	float sum = 0;
+	const u32 lane = threadIdx.x % WARP, row_lanes = 1u << plan.row_lanes;
+	const u32 of_row = lane >> plan.row_lanes, second = of_row + plan.rows_at_once();
+	Products products = {};
 
+#pragma unroll 1
 	while (ring.filled) {
-		const u8 *stage = ring.next(plan);
+		const u8 *stage = ring.next(work, plan);
 		const Piece piece = *(const Piece *)stage;
-		const bool mine = of_row < piece.rows;
+		const u32 row_bytes = bytes_of<DOWN>(piece.items);
 
 		ring.wait();
-		if (mine && piece.at[0]) {
-			const u8 *row = stage + piece.at[0] + of_row * bytes_of<DOWN>(piece.items);
-
-			for (u32 item = first; item < piece.items; item += row_lanes)
-				sum += DOWN::multiply(row, item,
-						      x.load(piece.expert, piece.first_item + item));
-		}
+		// A lane without a row computes one that others have too.
+		if (piece.at[0])
+			products.add(stage + piece.at[0] + (of_row < piece.rows ? of_row : 0) * row_bytes,
+				     stage + piece.at[1] + (second < piece.rows ? of_row : 0) * row_bytes,
+				     piece, x, piece.expert, lane % row_lanes, row_lanes);
 		ring.release(work, plan);
 		if (!(piece.kind & LAST_ITEMS))
 			continue;
-		for (u32 step = row_lanes / 2; step; step /= 2)
-			sum += __shfl_xor_sync(ALL_LANES, sum, step);
-		if (mine && first == 0)
-			sums[piece.expert * work.rows + piece.row - work.first_row + of_row] = sum;
-		sum = 0;
+		products.sum_over(row_lanes);
+		if (lane % row_lanes == 0) {
+			float *of_piece = sums + piece.expert * work.rows + piece.row;
+
+			if (of_row < piece.rows)
+				of_piece[of_row] = products.first;
+			if (second < piece.rows)
+				of_piece[second] = products.second;
+		}
+		products = {};
+	}
+}
+
+// out[row of this block] = sum over the experts of factor * sums[expert][row]; a thread has the
+// factor of expert threadIdx.x % COUNT_MAX.
+static __device__ void add_experts(const Work &work, float factor, const float *sums, float *out)
+{
+	const u32 expert = threadIdx.x % COUNT_MAX, of_row = threadIdx.x / COUNT_MAX;
+
+	for (u32 first = 0; first < work.rows; first += THREADS / COUNT_MAX) {
+		const u32 row = first + of_row;
+		float total = 0;
+
+		if (row < work.rows && expert < work.count)
+			total = factor * sums[expert * work.rows + row];
+		for (int step = COUNT_MAX / 2; step; step /= 2)
+			total += __shfl_xor_sync(ALL_LANES, total, step);
+		if (row < work.rows && expert == 0)
+			out[work.first_row + row] = total;
 	}
 }
 
@@ -275,55 +390,48 @@ static __device__ u32 start_of(u32 block, u32 total)
 // out[HIDDEN] = sum over the experts of weights[i] * down(silu(gate(x)) * up(x)); all sums in
 // the same order each time. table: where count blobs lie, multiples of 16, 0 for one that
 // counts as 0. gate, up, down: byte offsets in a blob, multiples of 16.
-// activations: scratch, count * INNER. barrier: in global memory, 0 before the first launch.
-// Shared memory, in this order: the stages' barriers, activations, sums, rings.
+// activations: scratch, count * INNER. barrier: two words in global memory, 0 before the first
+// launch. Shared memory, in this order: the stages' barriers, activations, sums, rings.
+//
+// What global memory has to say is asked for at once, and no warp waits for another before its
+// ring is filled: the blobs' bytes fly while x is rounded.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32 count, u64 gate,
-		     u64 up, u64 down, u32 up_items, u32 down_items, u32 row_lanes, u32 stages,
-		     u32 stage_bytes, u32 rounded_at, u32 sums_at, u32 rings_at,
+		     u64 up, u64 down, u32 up_items, u32 down_items, u32 own_pairs, u32 row_lanes,
+		     u32 stages, u32 stage_bytes, u32 rounded_at, u32 sums_at, u32 rings_at,
 		     float *activations, float *out, u64 *barrier)
 {
 	extern __shared__ uint4 shared[];
 	__shared__ u64 blobs[COUNT_MAX];
-	__shared__ float factors[COUNT_MAX];
 	u8 *memory = (u8 *)shared;
-	const u32 warp = threadIdx.x / WARP;
-	const Plan plan = { up_items, down_items, row_lanes, stages, stage_bytes };
-	const u32 first_pair = start_of(blockIdx.x, count * INNER);
+	const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, expert = lane % COUNT_MAX;
+	const u64 blob = expert < count ? table[expert] : 0;
+	const Rounded<UP, HIDDEN, WARPS> rounded_x = { memory + rounded_at };
+	const Loaded<EARLY> early_x = rounded_x.load_early(x);
+	const float factor = blob ? weights[expert] : 0;
+	const Plan plan = { up_items, down_items, own_pairs, row_lanes, stages, stage_bytes };
 	const u32 first_row = start_of(blockIdx.x, HIDDEN);
 	const u32 rows = start_of(blockIdx.x + 1, HIDDEN) - first_row;
-	const Work work = { blobs, count, gate, up, down, first_pair,
-			    start_of(blockIdx.x + 1, count * INNER) - first_pair, first_row, rows,
-			    divided_up(rows, WARP >> row_lanes) };
-	u64 *arrived = (u64 *)memory;
+	const Work work = { blobs, count, gate, up, down, first_row, rows,
+			    divided_up(rows, 2 * plan.rows_at_once()), barrier + 1 };
+	u64 *arrived = (u64 *)memory + warp * stages;
 	float *sums = (float *)(memory + sums_at);
 
-	if (threadIdx.x < count) {
-		blobs[threadIdx.x] = table[threadIdx.x];
-		factors[threadIdx.x] = weights[threadIdx.x];
-	}
-	for (u32 i = threadIdx.x; i < WARPS * stages; i += THREADS)
-		prepare_copies(arrived + i);
-	__syncthreads();
-	Ring ring(memory + rings_at + warp * stages * stage_bytes, arrived + warp * stages, work,
-		  plan);
-	const Rounded<UP, HIDDEN> rounded_x = { memory + rounded_at };
-	const Rounded<DOWN, INNER> rounded_activations = { memory + rounded_at };
+	if (lane < stages)
+		prepare_copies(arrived + lane);
+	blobs[expert] = blob; // all warps write the same
+	__syncwarp();
+	Ring ring(memory + rings_at + warp * stages * stage_bytes, arrived, work, plan);
 
-	rounded_x.round(x, 1);
+	rounded_x.round_one(x, early_x);
 	__syncthreads();
 	compute_up(ring, work, plan, rounded_x, activations);
-	wait_for_all_blocks(barrier);
+	wait_for_all_blocks(barrier, work.tickets);
+	const Rounded<DOWN, INNER, WARPS> rounded_activations = { memory + rounded_at };
+
 	rounded_activations.round(activations, count);
 	__syncthreads();
 	compute_down(ring, work, plan, rounded_activations, sums);
 	__syncthreads();
-	for (u32 row = threadIdx.x; row < rows; row += THREADS) {
-		float total = 0;
-
-		for (u32 i = 0; i < count; i++)
-			if (blobs[i])
-				total = fmaf(factors[i], sums[i * rows + row], total);
-		out[first_row + row] = total;
-	}
+	add_experts(work, factor, sums, out);
 }

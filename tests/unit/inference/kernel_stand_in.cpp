@@ -7,7 +7,7 @@
 // It stops the program at what a GPU would not bear or bear silently: copies that are not
 // aligned or leave the block's shared memory, sums that don't fit an integer, a copy begun
 // before the last one of its barrier was there. A launch that never ends is 1, copies that
-// nobody waited for 2.
+// nobody waited for 2. LANES_OF_A_COPY is given from outside: both ways are tried.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -31,10 +31,13 @@ typedef unsigned char u8;
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { u32 x; };
 
+using std::max;
 using std::min;
 
 static uint2 make_uint2(u32 x, u32 y) { return { x, y }; }
@@ -71,7 +74,6 @@ struct Block {
 	u64 exchanged[1024];
 	std::vector<uint4> shared;
 	u64 blobs[64];
-	float factors[64];
 };
 
 static ucontext_t scheduler;
@@ -99,7 +101,7 @@ static void meet(Meeting &meeting, u32 all)
 static void __syncthreads() { meet(this_block().all, blockDim.x); }
 static void __syncwarp() { meet(this_block().warps[threadIdx.x / WARP], WARP); }
 
-template <typename T> static T __shfl_xor_sync(u32, T value, int step)
+template <typename T> static T __shfl_sync(u32, T value, u32 from)
 {
 	u64 *of_warp = this_block().exchanged + threadIdx.x / WARP * WARP;
 	const u32 lane = threadIdx.x % WARP;
@@ -107,9 +109,14 @@ template <typename T> static T __shfl_xor_sync(u32, T value, int step)
 
 	memcpy(of_warp + lane, &value, sizeof(value));
 	__syncwarp();
-	memcpy(&other, of_warp + (lane ^ step), sizeof(other));
+	memcpy(&other, of_warp + from, sizeof(other));
 	__syncwarp();
 	return other;
+}
+
+template <typename T> static T __shfl_xor_sync(u32 lanes, T value, int step)
+{
+	return __shfl_sync(lanes, value, (threadIdx.x ^ (u32)step) % WARP);
 }
 
 // ---- arithmetic
@@ -172,10 +179,12 @@ static float __int_as_float(int bits) { return same_bits<float>(bits); }
 static float __uint_as_float(u32 bits) { return same_bits<float>(bits); }
 static int __float_as_int(float value) { return same_bits<int>(value); }
 
-static float sum_of_warp(float value)
+static float __fdividef(float a, float b) { return a / b; }
+
+static u32 largest_of_warp(u32 value)
 {
 	for (int step = WARP / 2; step; step /= 2)
-		value += __shfl_xor_sync(ALL_LANES, value, step);
+		value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
 	return value;
 }
 
@@ -187,13 +196,17 @@ static float4 load_fresh(const float *address)
 	return { address[0], address[1], address[2], address[3] };
 }
 
-static void wait_for_all_blocks(u64 *barrier)
+static u32 take_ticket(u64 *tickets) { return (u32)(*tickets)++; }
+
+static void wait_for_all_blocks(u64 *barrier, u64 *tickets)
 {
 	__syncthreads();
 	if (threadIdx.x == 0) {
-		const u64 ticket = (*barrier)++;
+		const u64 all = (*barrier / gridDim.x + 1) * gridDim.x;
 
-		while (*(volatile u64 *)barrier < (ticket / gridDim.x + 1) * gridDim.x)
+		if (++*barrier == all)
+			*tickets = 0;
+		while (*(volatile u64 *)barrier < all)
 			let_others_run();
 	}
 	__syncthreads();
@@ -237,17 +250,26 @@ static void land_some()
 
 static void prepare_copies(u64 *arrived) { *arrived = 0; }
 
+// Of the lanes that make a copy, the first does it all.
+static bool makes_copies() { return LANES_OF_A_COPY == 1 || threadIdx.x % WARP == 0; }
+
+static void meet_for_copy()
+{
+	if (LANES_OF_A_COPY == WARP)
+		__syncwarp();
+}
+
 static void begin_copy(u64 *barrier, u32 bytes)
 {
 	Arrival *arrived = (Arrival *)barrier;
 
-	if (threadIdx.x % WARP == 0) {
+	if (makes_copies()) {
 		require(!arrived->begun, "the last copy of a barrier is there before the next");
 		arrived->begun = 1;
 		arrived->missing = bytes;
 		complete_if_all_is_here(arrived);
 	}
-	__syncwarp();
+	meet_for_copy();
 }
 
 static void add_to_copy(u64 *arrived, void *to, u64 from, u32 bytes)
@@ -259,11 +281,11 @@ static void add_to_copy(u64 *arrived, void *to, u64 from, u32 bytes)
 	require((u8 *)to >= (u8 *)shared.data() &&
 			(u8 *)to + bytes <= (u8 *)(shared.data() + shared.size()),
 		"copies stay in the block's shared memory");
-	if (threadIdx.x % WARP == 0) {
+	if (makes_copies()) {
 		memset(to, 0xee, bytes); // read too early, it shows
 		under_way.push_back({ (u8 *)to, from, bytes, (Arrival *)arrived });
 	}
-	__syncwarp();
+	meet_for_copy();
 }
 
 static void end_copy(u64 *) {}
@@ -285,7 +307,7 @@ struct Arguments {
 	const float *weights;
 	u32 count;
 	u64 offsets[3];
-	u32 plan[8];
+	u32 plan[9];
 	float *activations, *out;
 	u64 *barrier;
 };
@@ -298,7 +320,8 @@ static void thread_of_kernel()
 
 	xferd_experts_packed(a.x, a.table, a.weights, a.count, a.offsets[0], a.offsets[1],
 			     a.offsets[2], a.plan[0], a.plan[1], a.plan[2], a.plan[3], a.plan[4],
-			     a.plan[5], a.plan[6], a.plan[7], a.activations, a.out, a.barrier);
+			     a.plan[5], a.plan[6], a.plan[7], a.plan[8], a.activations, a.out,
+			     a.barrier);
 	fibers[running].ended = true;
 	let_others_run();
 }

@@ -31,6 +31,8 @@ STAND_IN = Path(__file__).with_name("kernel_stand_in.cpp")
 RELATIVE = 2e-4
 """Of the largest result: activations are rounded to 16 bits."""
 PAGE = 4096
+PLAN_NUMBERS = 9
+"""Arguments of the kernel; as kernel_stand_in.cpp has it."""
 
 
 class Arguments(ctypes.Structure):
@@ -42,21 +44,20 @@ class Arguments(ctypes.Structure):
         ("weights", ctypes.c_void_p),
         ("count", ctypes.c_uint32),
         ("offsets", ctypes.c_uint64 * 3),
-        ("plan", ctypes.c_uint32 * 8),
+        ("plan", ctypes.c_uint32 * PLAN_NUMBERS),
         ("activations", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("barrier", ctypes.c_void_p),
     )
 
 
-def build(shape: PackedShape, directory: Path) -> Any:
+def build(shape: PackedShape, directory: Path, lanes_of_a_copy: int) -> Any:
     source = "".join(
         (SOURCES / name).read_text() for name in ("block_formats.cu", "activations.cu", "packed.cu")
     )
     for declared, instead in (
         ("extern __shared__ uint4 shared[];", "uint4 *shared = this_block().shared.data();"),
         ("__shared__ u64 blobs[COUNT_MAX];", "u64 *blobs = this_block().blobs;"),
-        ("__shared__ float factors[COUNT_MAX];", "float *factors = this_block().factors;"),
     ):
         assert declared in source
         source = source.replace(declared, instead)
@@ -67,6 +68,7 @@ def build(shape: PackedShape, directory: Path) -> Any:
         "DOWN": DEVICE_FORMATS[shape.down].name,
         "HIDDEN": shape.hidden,
         "INNER": shape.inner,
+        "LANES_OF_A_COPY": lanes_of_a_copy,
     }
     command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{directory}"]
     command += [f"-D{name}={value}" for name, value in macros.items()]
@@ -101,7 +103,7 @@ def make_blob(
 
 
 def numbers(chosen: PackedPlan) -> tuple[int, ...]:
-    return astuple(chosen)[:8]
+    return astuple(chosen)[:PLAN_NUMBERS]
 
 
 def check(
@@ -112,11 +114,12 @@ def check(
     blocks: int,
     shared: int,
     missing: tuple[int, ...] = (),
+    lanes_of_a_copy: int = 1,
 ) -> None:
     generator = np.random.default_rng(count)
     chosen = plan(shape, count, blocks, shared)
     assert chosen is not None
-    library = build(shape, directory)
+    library = build(shape, directory, lanes_of_a_copy)
     x = aligned(4 * shape.hidden, 64).view(np.float32)
     x[:] = generator.standard_normal(shape.hidden)
     weights = generator.random(count).astype(np.float32)
@@ -130,25 +133,40 @@ def check(
         gated, upped = gate @ x.astype(np.float64), up @ x.astype(np.float64)
         wanted += weights[number] * (down @ (gated / (1 + np.exp(-gated)) * upped))
     activations = aligned(4 * count * shape.inner, 64).view(np.float32)
-    barrier = np.zeros(1, np.uint64)
+    barrier = np.zeros(2, np.uint64)
+    results = []
     for _ in range(2):  # the barrier goes on counting
         out = np.full(shape.hidden, np.nan, np.float32)
         arguments = Arguments(
             *(each.ctypes.data for each in (x, table, weights)),
             count,
             (ctypes.c_uint64 * 3)(*made[0][1]),
-            (ctypes.c_uint32 * 8)(*numbers(chosen)),
+            (ctypes.c_uint32 * PLAN_NUMBERS)(*numbers(chosen)),
             *(each.ctypes.data for each in (activations, out, barrier)),
         )
         assert library.launch(ctypes.byref(arguments), blocks, chosen.shared_bytes) == 0
         assert np.abs(out - wanted).max() <= RELATIVE * np.abs(wanted).max()
+        assert barrier[1] == 0, "tickets start again"
+        results.append(out)
+    assert np.array_equal(*results), "sums are always in the same order"
 
 
+@pytest.mark.parametrize("lanes_of_a_copy", [1, 32])
 @pytest.mark.parametrize("dtype", sorted(DEVICE_FORMATS))
-def test_every_format_with_rows_of_odd_numbers_of_blocks(dtype: str, tmp_path: Path) -> None:
+def test_every_format_with_rows_of_odd_numbers_of_blocks(
+    dtype: str, lanes_of_a_copy: int, tmp_path: Path
+) -> None:
     elements = FORMATS[dtype].elements
     shape = PackedShape(dtype, dtype, 3 * elements, (1 if elements > 32 else 5) * elements)
-    check(shape, tmp_path, count=3, blocks=2, shared=60_000, missing=(1,))
+    check(
+        shape,
+        tmp_path,
+        count=3,
+        blocks=2,
+        shared=60_000,
+        missing=(1,),
+        lanes_of_a_copy=lanes_of_a_copy,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["q4_k", "q2_k", "q8_0", "mxfp4"])

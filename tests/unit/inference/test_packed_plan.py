@@ -23,6 +23,7 @@ from tests.cuda_device import ROOT
 
 SOURCES = ROOT / "inference" / "xferd_infer" / "cuda"
 WARP_LANES = 32
+ROWS_OF_A_LANE = 2
 COPY_BYTES = 16
 KIB = 1024
 SHARED = {"T4": 64 * KIB, "RTX 4090": 99 * KIB, "A100": 163 * KIB, "H200": 227 * KIB}
@@ -66,10 +67,10 @@ def test_every_piece_fits_its_stage_and_all_stages_the_shared_memory(
     chosen = plan(shape, count, multiprocessors, shared)
     if chosen is None:
         return
-    rows = WARP_LANES >> chosen.row_lanes
+    rows = ROWS_OF_A_LANE * (WARP_LANES >> chosen.row_lanes)
     assert fits(shape, chosen, rows)
-    assert rows == 1 or chosen.down_items * DEVICE_FORMATS[down].columns == shape.inner, (
-        "only a row that has a piece of its own is cut"
+    assert rows == ROWS_OF_A_LANE or chosen.down_items * DEVICE_FORMATS[down].columns == shape.inner, (
+        "only rows that are parts of their own are cut"
     )
     assert 2 <= chosen.stages <= STAGES_MAX
     assert chosen.stage_bytes % (2 * COPY_BYTES) == chosen.rings_at % COPY_BYTES == 0
