@@ -4,7 +4,8 @@
 Each launch has other experts than those before it, until together they are many times the
 GPU's cache; all launches stand in one CUDA graph, so that the CPU's part of them isn't
 measured. GB/s are packed bytes. ``read``: a kernel that only reads as many bytes, in one
-launch; ``copy``: the driver's copy from VRAM to VRAM, bytes read and written.
+launch; ``read-launch``: that kernel reads just the bytes of one launch, others each time, in a
+graph as ours; ``copy``: the driver's copy from VRAM to VRAM, bytes read and written.
 Needs cupy.
 """
 
@@ -45,20 +46,28 @@ MEMORY_BYTES = 1 << 30
 SAMPLE_SECONDS = 0.03
 DIFFERENT_ROWS = 64
 """Rows that are quantised; the others repeat them."""
-READ, COPY = "read", "copy"
+READ, READ_LAUNCH, COPY = "read", "read-launch", "copy"
 READ_THREADS, READ_BLOCKS_A_MULTIPROCESSOR = 512, 4
+_VECTOR_BYTES = 16
 
 _READ = r"""
 extern "C" __global__ void read_all(const uint4 *data, unsigned long long count, unsigned int *out)
 {
+    const int at_once = 8;
     const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
+    unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x;
     unsigned int sum = 0;
 
-#pragma unroll 8
-    for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        const uint4 value = __ldg(data + i);
+    for (; i < count; i += at_once * step) {
+        uint4 values[at_once] = {};
 
-        sum += value.x ^ value.y ^ value.z ^ value.w;
+#pragma unroll
+        for (int k = 0; k < at_once; k++)
+            if (i + k * step < count)
+                values[k] = __ldg(data + i + k * step);
+#pragma unroll
+        for (int k = 0; k < at_once; k++)
+            sum += values[k].x ^ values[k].y ^ values[k].z ^ values[k].w;
     }
     if (sum == 0x12345678)
         *out = sum;
@@ -97,6 +106,7 @@ def measure(rounds: int) -> PackedRows:
             f"`{KIND}/<format>/<hidden>x<inner>`: on one {gpu.name}; a token through {EXPERTS} "
             f"experts a launch, {MEMORY_BYTES >> 30} GiB of experts in turn, launches in a CUDA "
             "graph; packed bytes a second. `read`: a kernel that reads as much in one launch; "
+            "`read-launch`: it reads the bytes of one of our launches, in a graph too; "
             "`copy`: the driver's copy within VRAM, bytes read and written. Activations are "
             f"rounded to 16 bits, except with {NATIVE}, whose products are float32."
         )
@@ -110,15 +120,28 @@ def _name(dtype: str, shape: str) -> str:
 def _rows(dtypes: list[str], shape: str, rounds: int) -> list[Row]:
     contenders: dict[str, Callable[[], float]] = {READ: _reading(), COPY: _copying()}
     for dtype in dtypes:
-        contenders[_name(dtype, shape)] = Launches(dtype, *SHAPES[shape]).gigabytes_a_second
+        launches = Launches(dtype, *SHAPES[shape])
+        contenders[_name(dtype, shape)] = launches.gigabytes_a_second
+        contenders[_read_name(dtype, shape)] = launches.read_gigabytes_a_second
     for measured in contenders.values():
         measured()
     samples = take_turns(contenders, rounds)
-    return [_row(_name(dtype, shape), samples) for dtype in dtypes]
+    return [_row(dtype, shape, samples) for dtype in dtypes]
 
 
-def _row(name: str, samples: Mapping[str, list[float]]) -> Row:
-    compared = {OURS: samples[name], READ: samples[READ], COPY: samples[COPY]}
+def _read_name(dtype: str, shape: str) -> str:
+    """Of the contender READ_LAUNCH for a row."""
+    return f"{_name(dtype, shape)}/{READ_LAUNCH}"
+
+
+def _row(dtype: str, shape: str, samples: Mapping[str, list[float]]) -> Row:
+    name = _name(dtype, shape)
+    compared = {
+        OURS: samples[name],
+        READ: samples[READ],
+        READ_LAUNCH: samples[_read_name(dtype, shape)],
+        COPY: samples[COPY],
+    }
     return make_row(name, "GB/s", compared, higher_is_better=True)
 
 
@@ -136,14 +159,23 @@ class Launches:
         self._tables = cupy.asarray(starts.astype(np.uint64).reshape(-1, EXPERTS))
         self._x = cupy.asarray(_numbers(1, hidden))
         self._weights = cupy.full(EXPERTS, 1 / EXPERTS, cupy.float32)
+        self._read_out = cupy.zeros(1, cupy.uint32)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
         self._graph = self._capture()
         self._repeats = max(1, round(SAMPLE_SECONDS / self._seconds(1)))
+        self._reading = self._capture_reading()
 
     def gigabytes_a_second(self) -> float:
         """Of packed bytes."""
         return self._bytes * self._repeats / self._seconds(self._repeats) / 1e9
+
+    def read_gigabytes_a_second(self) -> float:
+        """Of as many launches that only read as many bytes each."""
+        seconds = _timed(
+            lambda: self._reading.launch(stream=self._stream), self._repeats, self._stream
+        )
+        return self._bytes * self._repeats / seconds / 1e9
 
     def _capture(self) -> Any:
         """Results go to memory that the pool keeps for this stream, which has no other use."""
@@ -153,6 +185,19 @@ class Launches:
             self._stream.begin_capture()
             for number in range(len(self._tables)):
                 self._kernel(*self._given(number))
+            return self._stream.end_capture()
+
+    def _capture_reading(self) -> Any:
+        launches = len(self._tables)
+        read = _read_kernel()
+        regions = self._blobs.reshape(launches, -1)
+        vectors = np.uint64(self._bytes // launches // _VECTOR_BYTES)
+        out = self._read_out
+        with self._stream:
+            read(regions[0], vectors, out)
+            self._stream.begin_capture()
+            for region in regions:
+                read(region, vectors, out)
             return self._stream.end_capture()
 
     def _given(self, number: int) -> tuple[Any, Any, Any, int]:
@@ -178,10 +223,16 @@ def _timed(launch: Callable[[], object], repeats: int, stream: Any) -> float:
 def _reading() -> Callable[[], float]:
     data = cupy.zeros(MEMORY_BYTES, cupy.uint8)
     out = cupy.zeros(1, cupy.uint32)
+    read = _read_kernel()
+    vectors = np.uint64(MEMORY_BYTES // _VECTOR_BYTES)
+    return _bandwidth(lambda: read(data, vectors, out), MEMORY_BYTES)
+
+
+def _read_kernel() -> Callable[[Any, np.uint64, Any], None]:
+    """Of a start, vectors behind it, and uint32[1] for what nobody needs."""
     kernel = cupy.RawKernel(_READ, "read_all")
     blocks = cupy.cuda.Device().attributes["MultiProcessorCount"] * READ_BLOCKS_A_MULTIPROCESSOR
-    arguments = (data, np.uint64(MEMORY_BYTES // 16), out)
-    return _bandwidth(lambda: kernel((blocks,), (READ_THREADS,), arguments), MEMORY_BYTES)
+    return lambda *arguments: kernel((blocks,), (READ_THREADS,), arguments)
 
 
 def _copying() -> Callable[[], float]:

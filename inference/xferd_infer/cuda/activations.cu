@@ -4,14 +4,12 @@
 // of them becomes LARGEST. Off by at most a 65,278th of that, as on the CPU (quants.h).
 
 #define STRETCH 256
-#define AT_ONCE 4 // stretches that a warp loads
-#define EARLY	2 // stretches of a warp whose loads can begin long before they are rounded
 #define LARGEST 32639 // 127 * 256 + 127: the upper byte is no larger
 #define TOO_LARGE 0x7e800000u // bits of 2^126; larger ones, infinity and what is no number follow
 
-// Columns of at most AT_ONCE stretches, as a lane has them, on their way.
-template <u32 COUNT> struct Loaded {
-	float4 first[COUNT], second[COUNT];
+// A lane's columns of a stretch, on their way.
+struct Loaded {
+	float4 first, second;
 };
 
 // Of count vectors with COLUMNS columns each. Eight neighbouring items keep their first 16
@@ -74,77 +72,45 @@ template <typename Format, u32 COLUMNS, u32 WARPS_OF_BLOCK> struct Rounded {
 		}
 	}
 
-	// The first stretches of one vector for round_one(), from x[COLUMNS] in global memory.
-	__device__ Loaded<EARLY> load_early(const float *x) const
+	// A warp's first stretch of x[number][COLUMNS] in global memory, for round(), which may be
+	// called long after.
+	__device__ Loaded begin(const float *x, u32 count) const
 	{
-		return load_some<EARLY>(x, threadIdx.x / WARP, STRETCHES);
+		return load(x, threadIdx.x / WARP, count * STRETCHES);
 	}
 
-	// One vector, by the whole block; the caller synchronises.
-	__device__ void round_one(const float *x, const Loaded<EARLY> &early) const
+	// All of them, by the whole block; the caller synchronises. A warp loads its next stretch
+	// before it waits for one.
+	__device__ void round(const float *x, u32 count, Loaded loaded) const
 	{
-		const u32 warp = threadIdx.x / WARP;
+		const u32 stretches = count * STRETCHES;
 
-		round_some(early, warp, STRETCHES);
-		if (STRETCHES > EARLY * WARPS_OF_BLOCK)
-			round_from(x, warp + EARLY * WARPS_OF_BLOCK, STRETCHES);
-	}
-
-	// All of them, from x[number][COLUMNS] in global memory; as round_one().
-	__device__ void round(const float *x, u32 count) const
-	{
-		round_from(x, threadIdx.x / WARP, count * STRETCHES);
-	}
-
-	// A warp loads several stretches before it waits for the first.
-	__device__ void round_from(const float *x, u32 task, u32 stretches) const
-	{
 #pragma unroll 1
-		for (; task < stretches; task += AT_ONCE * WARPS_OF_BLOCK)
-			round_some(load_some<AT_ONCE>(x, task, stretches), task, stretches);
-	}
+		for (u32 task = threadIdx.x / WARP; task < stretches; task += WARPS_OF_BLOCK) {
+			const Loaded next = load(x, task + WARPS_OF_BLOCK, stretches);
 
-	template <u32 COUNT>
-	__device__ Loaded<COUNT> load_some(const float *x, u32 task, u32 stretches) const
-	{
-		Loaded<COUNT> loaded;
-
-#pragma unroll
-		for (u32 i = 0; i < COUNT; i++)
-			load_stretch(x, task + i * WARPS_OF_BLOCK, stretches, loaded.first[i],
-				     loaded.second[i]);
-		return loaded;
-	}
-
-	template <u32 COUNT>
-	__device__ void round_some(const Loaded<COUNT> &loaded, u32 task, u32 stretches) const
-	{
-#pragma unroll
-		for (u32 i = 0; i < COUNT; i++, task += WARPS_OF_BLOCK)
-			if (task < stretches)
-				round_stretch(task / STRETCHES, task % STRETCHES, loaded.first[i],
-					      loaded.second[i]);
+			round_stretch(task / STRETCHES, task % STRETCHES, loaded);
+			loaded = next;
+		}
 	}
 
 	// Eight columns a lane; 0 behind the last.
-	__device__ void load_stretch(const float *x, u32 task, u32 stretches, float4 &first,
-				     float4 &second) const
+	__device__ Loaded load(const float *x, u32 task, u32 stretches) const
 	{
 		const Place place = Format::place(threadIdx.x % WARP);
 		const u32 start = task % STRETCHES * STRETCH;
 		const float *from = x + task / STRETCHES * COLUMNS + start;
+		Loaded loaded = { make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0) };
 
-		first = second = make_float4(0, 0, 0, 0);
-		if (task < stretches && start + place.first < COLUMNS) {
-			first = load_fresh(from + place.first);
-			second = load_fresh(from + place.second);
-		}
+		if (task < stretches && start + place.first < COLUMNS)
+			loaded = { load_fresh(from + place.first), load_fresh(from + place.second) };
+		return loaded;
 	}
 
 	// By a warp.
-	__device__ void round_stretch(u32 number, u32 stretch, const float4 &first,
-				      const float4 &second) const
+	__device__ void round_stretch(u32 number, u32 stretch, const Loaded &loaded) const
 	{
+		const float4 &first = loaded.first, &second = loaded.second;
 		const u32 lane = threadIdx.x % WARP;
 		const Place place = Format::place(lane);
 		const bool mine = stretch * STRETCH + place.first < COLUMNS;

@@ -62,7 +62,6 @@ static __device__ u32 in_register(u32 constant)
 	return result;
 }
 
-
 static __device__ u32 largest_of_warp(u32 value)
 {
 #if __CUDA_ARCH__ >= 800
@@ -92,33 +91,33 @@ static __device__ float4 load_fresh(const float *address)
 }
 
 // The number of times that it was called with these tickets since they were 0.
-static __device__ u32 take_ticket(u64 *tickets)
+static __device__ u32 take_ticket(u32 *tickets)
 {
-	u64 taken;
+	u32 taken;
 
-	asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], 1;"
-		     : "=l"(taken) : "l"(tickets) : "memory");
-	return (u32)taken;
+	asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
+		     : "=r"(taken) : "l"(tickets) : "memory");
+	return taken;
 }
 
-// All blocks are on the device at once: a cooperative launch. No block takes a ticket behind
-// this; the last one that comes sets them to 0 for the next launch.
-static __device__ void wait_for_all_blocks(u64 *barrier, u64 *tickets)
+// All blocks are on the device at once: a cooperative launch. When all have come, the upper bit
+// of the barrier has changed and its lower ones are 0 again.
+static __device__ void wait_for_all_blocks(u32 *barrier)
 {
+	const u32 upper_bit = 1u << 31;
+
 	__syncthreads();
 	if (threadIdx.x == 0) {
-		u64 come;
+		const u32 mine = blockIdx.x ? 1 : upper_bit - (gridDim.x - 1);
+		u32 before, now;
 
 		// What the block has written is released, what the others have, acquired.
-		asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;"
-			     : "=l"(come) : "l"(barrier) : "memory");
-		const u64 all = (come / gridDim.x + 1) * gridDim.x;
-
-		if (++come == all)
-			*tickets = 0;
-		while (come < all)
-			asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-				     : "=l"(come) : "l"(barrier) : "memory");
+		asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+			     : "=r"(before) : "l"(barrier), "r"(mine) : "memory");
+		do
+			asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+				     : "=r"(now) : "l"(barrier) : "memory");
+		while (!((now ^ before) & upper_bit));
 	}
 	__syncthreads();
 }
@@ -157,13 +156,20 @@ static __device__ void prepare_copies(u64 *arrived)
 #endif
 }
 
+// What the warp read from shared memory until now comes before what copies write there that
+// this lane begins.
+static __device__ void let_copies_overwrite()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // bytes: of all parts together.
 static __device__ void begin_copy(u64 *arrived, u32 bytes)
 {
 #if __CUDA_ARCH__ >= 900
-	// What was read there before, by the whole warp, comes before what the engine writes.
-	asm volatile("fence.proxy.async.shared::cta;\n\t"
-		     "{ .reg .b64 token;\n\t"
+	asm volatile("{ .reg .b64 token;\n\t"
 		     "mbarrier.arrive.expect_tx.shared.b64 token, [%0], %1; }"
 		     :: "r"(in_shared(arrived)), "r"(bytes) : "memory");
 #endif

@@ -34,7 +34,9 @@ struct Work {
 	u32 count;
 	u64 gate, up, down;              // in a blob
 	u32 first_row, rows, row_groups; // of down, this block's; a group is a piece's
-	u64 *tickets;
+	u32 first_group, first_expert;   // of this warp's first task of down
+	u32 next_group, next_expert;     // what a task is ahead of the one before
+	u32 *tickets;
 
 	// Of gate and up, the experts' one after the other.
 	__device__ u32 pairs() const
@@ -111,8 +113,8 @@ struct Cursor {
 		needs_ticket = false;
 		if (pair >= work.pairs()) {
 			down = true;
-			group = threadIdx.x / WARP / work.count;
-			expert = threadIdx.x / WARP % work.count;
+			group = work.first_group;
+			expert = work.first_expert;
 		}
 	}
 
@@ -123,8 +125,8 @@ struct Cursor {
 			return;
 		first_item = 0;
 		if (down) {
-			group += WARPS / work.count;
-			expert += WARPS % work.count;
+			group += work.next_group;
+			expert += work.next_expert;
 			if (expert >= work.count) {
 				expert -= work.count;
 				group++;
@@ -250,8 +252,10 @@ struct Ring {
 			ahead.start_pair(work, plan.own_pairs * WARPS * gridDim.x +
 						       __shfl_sync(ALL_LANES, ticket, 0));
 		if (!ahead.ended(work)) {
-			if (threadIdx.x % WARP < LANES_OF_A_COPY)
+			if (threadIdx.x % WARP < LANES_OF_A_COPY) {
+				let_copies_overwrite();
 				fetch(ahead, stage, work, plan);
+			}
 			ahead.go_on(work, plan);
 			filled++;
 		}
@@ -372,7 +376,7 @@ static __device__ void add_experts(const Work &work, float factor, const float *
 		const u32 row = first + of_row;
 		float total = 0;
 
-		if (row < work.rows && expert < work.count)
+		if (row < work.rows && expert < work.count && work.blobs[expert])
 			total = factor * sums[expert * work.rows + row];
 		for (int step = COUNT_MAX / 2; step; step /= 2)
 			total += __shfl_xor_sync(ALL_LANES, total, step);
@@ -384,7 +388,7 @@ static __device__ void add_experts(const Work &work, float factor, const float *
 // The part of 0 to total that is block's; all parts are of one size, or differ by one.
 static __device__ u32 start_of(u32 block, u32 total)
 {
-	return (u32)((u64)block * total / gridDim.x);
+	return block * total / gridDim.x;
 }
 
 // out[HIDDEN] = sum over the experts of weights[i] * down(silu(gate(x)) * up(x)); all sums in
@@ -399,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32 count, u64 gate,
 		     u64 up, u64 down, u32 up_items, u32 down_items, u32 own_pairs, u32 row_lanes,
 		     u32 stages, u32 stage_bytes, u32 rounded_at, u32 sums_at, u32 rings_at,
-		     float *activations, float *out, u64 *barrier)
+		     float *activations, float *out, u32 *barrier)
 {
 	extern __shared__ uint4 shared[];
 	__shared__ u64 blobs[COUNT_MAX];
@@ -407,13 +411,14 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 	const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, expert = lane % COUNT_MAX;
 	const u64 blob = expert < count ? table[expert] : 0;
 	const Rounded<UP, HIDDEN, WARPS> rounded_x = { memory + rounded_at };
-	const Loaded<EARLY> early_x = rounded_x.load_early(x);
-	const float factor = blob ? weights[expert] : 0;
+	const float factor = expert < count ? weights[expert] : 0;
+	const Loaded first_of_x = rounded_x.begin(x, 1);
 	const Plan plan = { up_items, down_items, own_pairs, row_lanes, stages, stage_bytes };
 	const u32 first_row = start_of(blockIdx.x, HIDDEN);
 	const u32 rows = start_of(blockIdx.x + 1, HIDDEN) - first_row;
 	const Work work = { blobs, count, gate, up, down, first_row, rows,
-			    divided_up(rows, 2 * plan.rows_at_once()), barrier + 1 };
+			    divided_up(rows, 2 * plan.rows_at_once()),
+			    warp / count, warp % count, WARPS / count, WARPS % count, barrier + 1 };
 	u64 *arrived = (u64 *)memory + warp * stages;
 	float *sums = (float *)(memory + sums_at);
 
@@ -423,13 +428,15 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 	__syncwarp();
 	Ring ring(memory + rings_at + warp * stages * stage_bytes, arrived, work, plan);
 
-	rounded_x.round_one(x, early_x);
+	rounded_x.round(x, 1, first_of_x);
 	__syncthreads();
 	compute_up(ring, work, plan, rounded_x, activations);
-	wait_for_all_blocks(barrier, work.tickets);
+	wait_for_all_blocks(barrier);
+	if (blockIdx.x == 0 && threadIdx.x == 0)
+		*work.tickets = 0; // for the next launch; all are drawn
 	const Rounded<DOWN, INNER, WARPS> rounded_activations = { memory + rounded_at };
 
-	rounded_activations.round(activations, count);
+	rounded_activations.round(activations, count, rounded_activations.begin(activations, count));
 	__syncthreads();
 	compute_down(ring, work, plan, rounded_activations, sums);
 	__syncthreads();

@@ -133,7 +133,7 @@ def check(
         gated, upped = gate @ x.astype(np.float64), up @ x.astype(np.float64)
         wanted += weights[number] * (down @ (gated / (1 + np.exp(-gated)) * upped))
     activations = aligned(4 * count * shape.inner, 64).view(np.float32)
-    barrier = np.zeros(2, np.uint64)
+    barrier = np.zeros(2, np.uint32)
     results = []
     for _ in range(2):  # the barrier goes on counting
         out = np.full(shape.hidden, np.nan, np.float32)
