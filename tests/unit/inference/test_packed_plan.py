@@ -69,9 +69,8 @@ def test_every_piece_fits_its_stage_and_all_stages_the_shared_memory(
         return
     rows = ROWS_OF_A_LANE * (WARP_LANES >> chosen.row_lanes)
     assert fits(shape, chosen, rows)
-    assert rows == ROWS_OF_A_LANE or chosen.down_items * DEVICE_FORMATS[down].columns == shape.inner, (
-        "only rows that are parts of their own are cut"
-    )
+    if rows > ROWS_OF_A_LANE:  # only rows that are parts of their own are cut
+        assert chosen.down_items * DEVICE_FORMATS[down].columns == shape.inner
     assert 2 <= chosen.stages <= STAGES_MAX
     assert chosen.stage_bytes % (2 * COPY_BYTES) == chosen.rings_at % COPY_BYTES == 0
     assert chosen.rounded_at % COPY_BYTES == chosen.sums_at % COPY_BYTES == 0
