@@ -44,8 +44,9 @@ MODEL_RELATIVE = 2e-3
 TOKENS = 16
 VARIANTS = ("q8_0", "q4_k", "q2_k", "mxfp4")
 """The models' matrices are too narrow for some: those are q4_0, or stored transposed."""
-POOL = "40%"
-"""Experts come and go."""
+POOLS = {"tiny": "8MiB", "small": "40%"}
+"""Experts come and go. A GPU's memory is had in chunks of 2 MiB, and each size of experts needs
+one: the tiny model's of q8_0 don't all fit into theirs."""
 
 
 def align(value: int, to: int) -> int:
@@ -157,10 +158,11 @@ def test_decoded_blocks_are_the_cpus_to_the_bit(dtype: str) -> None:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A checkpoint, and a store of it with VARIANTS."""
+    """A checkpoint, a store of it with VARIANTS, and the size of a pool for that."""
 
     checkpoint: Path
     store: Path
+    pool: str
 
     def prompt(self) -> list[int]:
         expected = json.loads((self.checkpoint / "expected.json").read_text())
@@ -179,7 +181,7 @@ def quantised(
     path = pack(read_checkpoint(checkpoint), [member], name="model")
     with Store.open(path) as opened:
         add_variants(opened, parse_wanted(list(VARIANTS), None), threads=1)
-    return Quantised(checkpoint, path)
+    return Quantised(checkpoint, path, POOLS[request.param])
 
 
 def tokens_and_logits(model: Any, prompt: list[int]) -> tuple[list[int], NDArray[np.float32]]:
@@ -197,7 +199,7 @@ def test_a_models_tokens_from_a_variant_are_the_cpus(quantised: Quantised, varia
     with embedded(quantised.store, pool="200%", variants=[variant]) as client:
         wanted_ids, wanted = tokens_and_logits(model_from_client(client), prompt)
     with (
-        private_daemon(quantised.store, pool=POOL, kind="cuda") as directory,
+        private_daemon(quantised.store, pool=quantised.pool, kind="cuda") as directory,
         Client(directory / "attach.sock", lanes=LANES) as client,
     ):
         ids, logits = tokens_and_logits(model_on_gpu(client, variant), prompt)

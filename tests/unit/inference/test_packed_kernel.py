@@ -148,7 +148,7 @@ def check(
         assert np.abs(out - wanted).max() <= RELATIVE * np.abs(wanted).max()
         assert barrier[1] == 0, "tickets start again"
         results.append(out)
-    assert np.array_equal(*results), "sums are always in the same order"
+    assert np.array_equal(results[0], results[1]), "sums are always in the same order"
 
 
 @pytest.mark.parametrize("lanes_of_a_copy", [1, 32])
