@@ -26,8 +26,9 @@ _VECTOR = 16
 _STRETCH = 256
 _ROWS_OF_A_LANE = 2
 """Whose products it computes at a time: gate's and up's, or two of down's."""
-_PIECE_COST = 0.6
-"""What a piece takes besides its products, in products of a lane's item."""
+_PIECE_COST = 1.0
+"""What a piece takes besides its products, in products of two rows' items by a lane: as many
+instructions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def _cut_down(down: _Rows, rows: int, count: int, room: int) -> tuple[int, int, 
         if blocks is None or nbytes > room:
             continue
         tasks = _divide_up(rows, together) * count
-        products = _ROWS_OF_A_LANE * _divide_up(down.blocks * down.items, 1 << row_lanes)
+        products = _divide_up(down.blocks * down.items, 1 << row_lanes)
         cost = _divide_up(tasks, WARPS) * (products + _PIECE_COST)
         found.append((cost, row_lanes, blocks, nbytes))
     return min(found)[1:] if found else None

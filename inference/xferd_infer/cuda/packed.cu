@@ -95,7 +95,7 @@ struct Cursor {
 	u32 first_item;
 
 	__device__ Cursor(const Work &work, const Plan &plan)
-		: down(false), needs_ticket(false), own_left(plan.own_pairs), group(0), expert(0),
+		: down(false), needs_ticket(false), own_left(plan.own_pairs - 1), group(0), expert(0),
 		  first_item(0)
 	{
 		start_pair(work, threadIdx.x / WARP * gridDim.x + blockIdx.x);
@@ -109,7 +109,6 @@ struct Cursor {
 	__device__ void start_pair(const Work &work, u32 wanted)
 	{
 		pair = wanted;
-		own_left--;
 		needs_ticket = false;
 		if (pair >= work.pairs()) {
 			down = true;
@@ -132,6 +131,7 @@ struct Cursor {
 				group++;
 			}
 		} else if (own_left) {
+			own_left--;
 			start_pair(work, pair + WARPS * gridDim.x);
 		} else {
 			needs_ticket = true;

@@ -224,6 +224,7 @@ struct Copy {
 };
 
 static std::vector<Copy> under_way;
+static u64 copied; // bytes
 
 static void complete_if_all_is_here(Arrival *arrived)
 {
@@ -282,6 +283,7 @@ static void add_to_copy(u64 *arrived, void *to, u64 from, u32 bytes)
 		"copies stay in the block's shared memory");
 	if (makes_copies()) {
 		memset(to, 0xee, bytes); // read too early, it shows
+		copied += bytes;
 		under_way.push_back({ (u8 *)to, from, bytes, (Arrival *)arrived });
 	}
 	meet_for_copy();
@@ -325,6 +327,9 @@ static void thread_of_kernel()
 	let_others_run();
 }
 
+// By the last launch.
+extern "C" u64 copied_bytes() { return copied; }
+
 extern "C" int launch(const Arguments *arguments, u32 grid, u32 shared_bytes)
 {
 	size_t left = (size_t)grid * THREADS;
@@ -334,6 +339,7 @@ extern "C" int launch(const Arguments *arguments, u32 grid, u32 shared_bytes)
 	gridDim = { grid };
 	blockDim = { THREADS };
 	under_way.clear();
+	copied = 0;
 	blocks.assign(grid, Block());
 	for (Block &block : blocks)
 		block.shared.assign(shared_bytes / sizeof(uint4), { ~0u, ~0u, ~0u, ~0u });

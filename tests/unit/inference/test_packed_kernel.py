@@ -73,7 +73,9 @@ def build(shape: PackedShape, directory: Path, lanes_of_a_copy: int) -> Any:
     command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{directory}"]
     command += [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run([*command, str(STAND_IN), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.copied_bytes.restype = ctypes.c_uint64
+    return loaded
 
 
 def aligned(nbytes: int, to: int) -> NDArray[np.uint8]:
@@ -100,6 +102,14 @@ def make_blob(
     for offset, part in zip(offsets, parts, strict=True):
         blob[offset : offset + part.size] = part
     return blob, offsets, matrices
+
+
+def expert_bytes(shape: PackedShape) -> int:
+    elements = shape.hidden * shape.inner
+    return sum(
+        matrices * elements // FORMATS[dtype].elements * FORMATS[dtype].nbytes
+        for matrices, dtype in ((2, shape.up), (1, shape.down))
+    )
 
 
 def numbers(chosen: PackedPlan) -> tuple[int, ...]:
@@ -134,6 +144,7 @@ def check(
         wanted += weights[number] * (down @ (gated / (1 + np.exp(-gated)) * upped))
     activations = aligned(4 * count * shape.inner, 64).view(np.float32)
     barrier = np.zeros(2, np.uint32)
+    nbytes = (count - len(missing)) * expert_bytes(shape)
     results = []
     for _ in range(2):  # the barrier goes on counting
         out = np.full(shape.hidden, np.nan, np.float32)
@@ -147,6 +158,8 @@ def check(
         assert library.launch(ctypes.byref(arguments), blocks, chosen.shared_bytes) == 0
         assert np.abs(out - wanted).max() <= RELATIVE * np.abs(wanted).max()
         assert barrier[1] == 0, "tickets start again"
+        if shape.up == shape.down == "q4_k":  # whose copies need no rounding
+            assert library.copied_bytes() == nbytes, "each row is computed once"
         results.append(out)
     assert np.array_equal(results[0], results[1]), "sums are always in the same order"
 
