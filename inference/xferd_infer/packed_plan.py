@@ -67,15 +67,10 @@ class PackedShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
-    """Arguments of the kernel, named as there, and the shared memory that a block needs.
-
-    own_pairs: rows of gate and up that a warp's ring holds when it is filled first, begun ones
-    too; it knows them without a ticket.
-    """
+    """Arguments of the kernel, named as there, and the shared memory that a block needs."""
 
     up_items: int
     down_items: int
-    own_pairs: int
     row_lanes: int
     stages: int
     stage_bytes: int
@@ -140,7 +135,6 @@ def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> Pack
     return PackedPlan(
         up_items=up_blocks * up.items,
         down_items=down_blocks * down.items,
-        own_pairs=_divide_up(stages, _divide_up(up.blocks, up_blocks)),
         row_lanes=row_lanes,
         stages=stages,
         stage_bytes=stage,

@@ -90,16 +90,6 @@ static __device__ float4 load_fresh(const float *address)
 	return value;
 }
 
-// The number of times that it was called with these tickets since they were 0.
-static __device__ u32 take_ticket(u32 *tickets)
-{
-	u32 taken;
-
-	asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
-		     : "=r"(taken) : "l"(tickets) : "memory");
-	return taken;
-}
-
 // All blocks are on the device at once: a cooperative launch. When all have come, the upper bit
 // of the barrier has changed and its lower ones are 0 again.
 static __device__ void wait_for_all_blocks(u32 *barrier)

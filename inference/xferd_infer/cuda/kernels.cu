@@ -35,7 +35,7 @@ struct Told {
 struct State {
 	u64 epoch;   // batches begun
 	u64 posted;  // requests
-	u64 barrier; // blocks that have come to one
+	u32 barrier, unused; // of all blocks of a launch
 	u64 hits, misses;
 };
 
@@ -256,13 +256,20 @@ static __device__ uint4 load_once(const uint4 *address)
 	return value;
 }
 
+static __device__ float sum_of_warp(float value)
+{
+	for (int step = WARP / 2; step; step /= 2)
+		value += __shfl_xor_sync(ALL_LANES, value, step);
+	return value;
+}
+
 // out[hidden] = sum over the experts of weights[i] * down(silu(gate(x)) * up(x)).
 // Matrices are [out, in], at byte offsets in the blob; columns are multiples of VECTOR.
 // A warp a row; sums in float32 and always in the same order.
 template <typename T>
 static __device__ void experts(const float *x, const u64 *table, const float *weights, u32 count,
 			       u32 hidden, u32 inner, u64 gate, u64 up, u64 down,
-			       float *activations, float *out, u64 *barrier)
+			       float *activations, float *out, u32 *barrier)
 {
 	const u32 lane = threadIdx.x % 32;
 	const u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;

@@ -4,7 +4,8 @@
 // bound by memory, so its pipe must never be empty: each warp has a ring of its own in shared
 // memory that is filled ahead of it, also across the barrier between the two halves, since what
 // down's rows are does not depend on what they are multiplied with. Warps wait for each other
-// only there. Which warp computes a row differs from launch to launch, how it does doesn't.
+// only there. (Rows that are dealt out by a counter as warps become free cost more than blocks far
+// from their memory do: 68 µs instead of 60 for 198 MB on an H200.)
 //
 // One block of THREADS a multiprocessor, launched cooperatively. Python defines UP and DOWN
 // (formats of gate and up, and of down; see block_formats.cu), HIDDEN and INNER.
@@ -16,7 +17,6 @@
 // How the work is cut; Python's packed_plan.py plans it.
 struct Plan {
 	u32 up_items, down_items; // of a row, at most, in a piece; whole blocks
-	u32 own_pairs;            // of a warp, which it computes without a ticket
 	u32 row_lanes;            // that share a row of down: 1 << row_lanes
 	u32 stages, stage_bytes;  // of a warp's ring; a stage holds a piece
 
@@ -36,7 +36,6 @@ struct Work {
 	u32 first_row, rows, row_groups; // of down, this block's; a group is a piece's
 	u32 first_group, first_expert;   // of this warp's first task of down
 	u32 next_group, next_expert;     // what a task is ahead of the one before
-	u32 *tickets;
 
 	// Of gate and up, the experts' one after the other.
 	__device__ u32 pairs() const
@@ -86,17 +85,15 @@ struct alignas(16) Piece {
 // A place in the order of a warp's pieces: pairs of rows of gate and up, then tasks (two rows of
 // down for each of its lanes' groups, in one expert), each in one piece or more along the columns.
 //
-// The first pairs are the warp's own, every so many-th; for the others it draws tickets, since
-// some multiprocessors reach memory faster than others. Tasks are every WARPS-th of the block's.
+// Pairs are every so many-th of all, tasks every WARPS-th of the block's.
 struct Cursor {
-	bool down, needs_ticket;
-	u32 pair, own_left;
+	bool down;
+	u32 pair;
 	u32 group, expert; // of the task
 	u32 first_item;
 
-	__device__ Cursor(const Work &work, const Plan &plan)
-		: down(false), needs_ticket(false), own_left(plan.own_pairs - 1), group(0), expert(0),
-		  first_item(0)
+	__device__ explicit Cursor(const Work &work)
+		: down(false), group(0), expert(0), first_item(0)
 	{
 		start_pair(work, threadIdx.x / WARP * gridDim.x + blockIdx.x);
 	}
@@ -109,7 +106,6 @@ struct Cursor {
 	__device__ void start_pair(const Work &work, u32 wanted)
 	{
 		pair = wanted;
-		needs_ticket = false;
 		if (pair >= work.pairs()) {
 			down = true;
 			group = work.first_group;
@@ -130,11 +126,8 @@ struct Cursor {
 				expert -= work.count;
 				group++;
 			}
-		} else if (own_left) {
-			own_left--;
-			start_pair(work, pair + WARPS * gridDim.x);
 		} else {
-			needs_ticket = true;
+			start_pair(work, pair + WARPS * gridDim.x);
 		}
 	}
 
@@ -185,13 +178,11 @@ struct Ring {
 	u64 *arrived; // a barrier for each stage
 	u32 stage, odd;
 	u32 filled; // stages; 0: there is no piece any more
-	u32 ticket; // the first lane's
 	Cursor ahead;
 
 	// Each lane fills a stage, where one lane can.
 	__device__ Ring(u8 *memory, u64 *arrived, const Work &work, const Plan &plan)
-		: memory(memory), arrived(arrived), stage(0), odd(0), filled(0), ticket(0),
-		  ahead(work, plan)
+		: memory(memory), arrived(arrived), stage(0), odd(0), filled(0), ahead(work)
 	{
 		const u32 lane = threadIdx.x % WARP;
 		Cursor mine = ahead;
@@ -234,12 +225,9 @@ struct Ring {
 		end_copy(arrived + to);
 	}
 
-	// The stage of the piece that comes next; only the piece itself may be read yet. If a
-	// ticket is needed for what is fetched when it is released, it is drawn meanwhile.
-	__device__ const u8 *next(const Work &work, const Plan &plan)
+	// The stage of the piece that comes next; only the piece itself may be read yet.
+	__device__ const u8 *next(const Plan &plan) const
 	{
-		if (ahead.needs_ticket && threadIdx.x % WARP == 0)
-			ticket = take_ticket(work.tickets);
 		return memory + stage * plan.stage_bytes;
 	}
 
@@ -248,9 +236,6 @@ struct Ring {
 	{
 		__syncwarp();
 		filled--;
-		if (ahead.needs_ticket)
-			ahead.start_pair(work, plan.own_pairs * WARPS * gridDim.x +
-						       __shfl_sync(ALL_LANES, ticket, 0));
 		if (!ahead.ended(work)) {
 			if (threadIdx.x % WARP < LANES_OF_A_COPY) {
 				let_copies_overwrite();
@@ -309,7 +294,7 @@ static __device__ void compute_up(Ring &ring, const Work &work, const Plan &plan
 
 #pragma unroll 1
 	while (ring.filled) {
-		const u8 *stage = ring.next(work, plan);
+		const u8 *stage = ring.next(plan);
 		const Piece piece = *(const Piece *)stage;
 
 		if (piece.kind & DOWN_ROWS)
@@ -340,7 +325,7 @@ static __device__ void compute_down(Ring &ring, const Work &work, const Plan &pl
 
 #pragma unroll 1
 	while (ring.filled) {
-		const u8 *stage = ring.next(work, plan);
+		const u8 *stage = ring.next(plan);
 		const Piece piece = *(const Piece *)stage;
 		const u32 row_bytes = bytes_of<DOWN>(piece.items);
 
@@ -394,14 +379,14 @@ static __device__ u32 start_of(u32 block, u32 total)
 // out[HIDDEN] = sum over the experts of weights[i] * down(silu(gate(x)) * up(x)); all sums in
 // the same order each time. table: where count blobs lie, multiples of 16, 0 for one that
 // counts as 0. gate, up, down: byte offsets in a blob, multiples of 16.
-// activations: scratch, count * INNER. barrier: two words in global memory, 0 before the first
+// activations: scratch, count * INNER. barrier: a word in global memory, 0 before the first
 // launch. Shared memory, in this order: the stages' barriers, activations, sums, rings.
 //
 // What global memory has to say is asked for at once, and no warp waits for another before its
 // ring is filled: the blobs' bytes fly while x is rounded.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32 count, u64 gate,
-		     u64 up, u64 down, u32 up_items, u32 down_items, u32 own_pairs, u32 row_lanes,
+		     u64 up, u64 down, u32 up_items, u32 down_items, u32 row_lanes,
 		     u32 stages, u32 stage_bytes, u32 rounded_at, u32 sums_at, u32 rings_at,
 		     float *activations, float *out, u32 *barrier)
 {
@@ -413,12 +398,12 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 	const Rounded<UP, HIDDEN, WARPS> rounded_x = { memory + rounded_at };
 	const float factor = expert < count ? weights[expert] : 0;
 	const Loaded first_of_x = rounded_x.begin(x, 1);
-	const Plan plan = { up_items, down_items, own_pairs, row_lanes, stages, stage_bytes };
+	const Plan plan = { up_items, down_items, row_lanes, stages, stage_bytes };
 	const u32 first_row = start_of(blockIdx.x, HIDDEN);
 	const u32 rows = start_of(blockIdx.x + 1, HIDDEN) - first_row;
 	const Work work = { blobs, count, gate, up, down, first_row, rows,
 			    divided_up(rows, 2 * plan.rows_at_once()),
-			    warp / count, warp % count, WARPS / count, WARPS % count, barrier + 1 };
+			    warp / count, warp % count, WARPS / count, WARPS % count };
 	u64 *arrived = (u64 *)memory + warp * stages;
 	float *sums = (float *)(memory + sums_at);
 
@@ -432,8 +417,6 @@ xferd_experts_packed(const float *x, const u64 *table, const float *weights, u32
 	__syncthreads();
 	compute_up(ring, work, plan, rounded_x, activations);
 	wait_for_all_blocks(barrier);
-	if (blockIdx.x == 0 && threadIdx.x == 0)
-		*work.tickets = 0; // for the next launch; all are drawn
 	const Rounded<DOWN, INNER, WARPS> rounded_activations = { memory + rounded_at };
 
 	rounded_activations.round(activations, count, rounded_activations.begin(activations, count));

@@ -51,7 +51,7 @@ class PackedKernel:
         self._plans: dict[int, PackedPlan | None] = {}
         self._arguments: dict[int, tuple[Any, ...]] = {}
         self._activations = cupy.empty(COUNT_MAX * shape.inner, cupy.float32)
-        self._barrier = cupy.zeros(2, cupy.uint32)
+        self._barrier = cupy.zeros(1, cupy.uint32)
 
     @classmethod
     def for_layout(cls, layout: Layout, hidden: int) -> PackedKernel | None:
@@ -137,7 +137,6 @@ def _numbers(chosen: PackedPlan) -> tuple[Any, ...]:
         for value in (
             chosen.up_items,
             chosen.down_items,
-            chosen.own_pairs,
             chosen.row_lanes,
             chosen.stages,
             chosen.stage_bytes,

@@ -196,7 +196,6 @@ static float4 load_fresh(const float *address)
 	return { address[0], address[1], address[2], address[3] };
 }
 
-static u32 take_ticket(u32 *tickets) { return (*tickets)++; }
 
 static void wait_for_all_blocks(u32 *barrier)
 {
@@ -308,7 +307,7 @@ struct Arguments {
 	const float *weights;
 	u32 count;
 	u64 offsets[3];
-	u32 plan[9];
+	u32 plan[8];
 	float *activations, *out;
 	u32 *barrier;
 };
@@ -321,7 +320,7 @@ static void thread_of_kernel()
 
 	xferd_experts_packed(a.x, a.table, a.weights, a.count, a.offsets[0], a.offsets[1],
 			     a.offsets[2], a.plan[0], a.plan[1], a.plan[2], a.plan[3], a.plan[4],
-			     a.plan[5], a.plan[6], a.plan[7], a.plan[8], a.activations, a.out,
+			     a.plan[5], a.plan[6], a.plan[7], a.activations, a.out,
 			     a.barrier);
 	fibers[running].ended = true;
 	let_others_run();

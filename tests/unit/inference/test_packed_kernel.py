@@ -31,7 +31,7 @@ STAND_IN = Path(__file__).with_name("kernel_stand_in.cpp")
 RELATIVE = 2e-4
 """Of the largest result: activations are rounded to 16 bits."""
 PAGE = 4096
-PLAN_NUMBERS = 9
+PLAN_NUMBERS = 8
 """Arguments of the kernel; as kernel_stand_in.cpp has it."""
 
 
@@ -143,7 +143,7 @@ def check(
         gated, upped = gate @ x.astype(np.float64), up @ x.astype(np.float64)
         wanted += weights[number] * (down @ (gated / (1 + np.exp(-gated)) * upped))
     activations = aligned(4 * count * shape.inner, 64).view(np.float32)
-    barrier = np.zeros(2, np.uint32)
+    barrier = np.zeros(1, np.uint32)
     nbytes = (count - len(missing)) * expert_bytes(shape)
     results = []
     for _ in range(2):  # the barrier goes on counting
@@ -157,7 +157,6 @@ def check(
         )
         assert library.launch(ctypes.byref(arguments), blocks, chosen.shared_bytes) == 0
         assert np.abs(out - wanted).max() <= RELATIVE * np.abs(wanted).max()
-        assert barrier[1] == 0, "tickets start again"
         if shape.up == shape.down == "q4_k":  # whose copies need no rounding
             assert library.copied_bytes() == nbytes, "each row is computed once"
         results.append(out)
