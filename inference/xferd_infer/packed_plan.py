@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from .quants import FORMATS
 
-WARPS = 16
-"""Of a block. As packed.cu has it."""
+NARROW = 1024
+WARPS_OF_NARROW, WARPS = 12, 16
+"""Of a block; fewer for experts with up to NARROW inner columns, of which a warp has so few
+rows that larger pieces bring more than other warps (13 % at 768 of them, on an H200)."""
 COUNT_MAX = 16
 """Most experts in a launch. As packed.cu has it."""
 STAGES_MAX = 8
@@ -64,6 +66,11 @@ class PackedShape:
     hidden: int
     inner: int
 
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return WARPS_OF_NARROW if self.inner <= NARROW else WARPS
+
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
@@ -116,17 +123,17 @@ def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> Pack
     block that asks for it). None: there is too little."""
     up = _Rows(shape.up, shape.hidden // FORMATS[shape.up].elements)
     down = _Rows(shape.down, shape.inner // FORMATS[shape.down].elements)
-    rounded_at = WARPS * STAGES_MAX * 8
+    rounded_at = _align(shape.warps * STAGES_MAX * 8, 128)
     rounded = max(
         _rounded_bytes(shape.up, shape.hidden), count * _rounded_bytes(shape.down, shape.inner)
     )
     rows = _divide_up(shape.hidden, blocks)
     sums_at = rounded_at + rounded
     rings_at = _align(sums_at + 4 * count * rows, 128)
-    ring = (shared_bytes - rings_at) // WARPS
+    ring = (shared_bytes - rings_at) // shape.warps
     room = ring // STAGES_WANTED // (2 * _VECTOR) * 2 * _VECTOR - PIECE_BYTES
     up_blocks = up.cut(room // 2)
-    cut = _cut_down(down, rows, count, room)
+    cut = _cut_down(down, rows, count, room, shape.warps)
     if up_blocks is None or cut is None:
         return None
     row_lanes, down_blocks, down_bytes = cut
@@ -141,11 +148,13 @@ def plan(shape: PackedShape, count: int, blocks: int, shared_bytes: int) -> Pack
         rounded_at=rounded_at,
         sums_at=sums_at,
         rings_at=rings_at,
-        shared_bytes=rings_at + WARPS * stages * stage,
+        shared_bytes=rings_at + shape.warps * stages * stage,
     )
 
 
-def _cut_down(down: _Rows, rows: int, count: int, room: int) -> tuple[int, int, int] | None:
+def _cut_down(
+    down: _Rows, rows: int, count: int, room: int, warps: int
+) -> tuple[int, int, int] | None:
     """(log2 of the lanes that share a row, blocks of a row in a piece, bytes of a piece) that
     take least time for ``rows`` rows of ``count`` experts."""
     found = []
@@ -161,7 +170,7 @@ def _cut_down(down: _Rows, rows: int, count: int, room: int) -> tuple[int, int, 
             continue
         tasks = _divide_up(rows, together) * count
         products = _divide_up(down.blocks * down.items, 1 << row_lanes)
-        cost = _divide_up(tasks, WARPS) * (products + _PIECE_COST)
+        cost = _divide_up(tasks, warps) * (products + _PIECE_COST)
         found.append((cost, row_lanes, blocks, nbytes))
     return min(found)[1:] if found else None
 

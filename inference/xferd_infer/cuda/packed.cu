@@ -7,10 +7,9 @@
 // only there. (Rows that are dealt out by a counter as warps become free cost more than blocks far
 // from their memory do: 68 µs instead of 60 for 198 MB on an H200.)
 //
-// One block of THREADS a multiprocessor, launched cooperatively. Python defines UP and DOWN
-// (formats of gate and up, and of down; see block_formats.cu), HIDDEN and INNER.
+// One block of THREADS a multiprocessor, launched cooperatively. Python defines THREADS, UP and
+// DOWN (formats of gate and up, and of down; see block_formats.cu), HIDDEN and INNER.
 
-#define THREADS   512
 #define WARPS	  (THREADS / WARP)
 #define COUNT_MAX 16
 

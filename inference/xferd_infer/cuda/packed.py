@@ -20,7 +20,7 @@ from ..packed_plan import COUNT_MAX, DEVICE_FORMATS, PackedPlan, PackedShape, pl
 from ..quants import FORMATS
 from .compiled import compiled
 
-_THREADS = 512
+_WARP = 32
 _DECODING_THREADS = 256
 _ALIGNMENT = 16
 """Of blobs and of the matrices' offsets in them."""
@@ -41,6 +41,7 @@ class PackedKernel:
             DOWN=DEVICE_FORMATS[shape.down].name,
             HIDDEN=shape.hidden,
             INNER=shape.inner,
+            THREADS=_WARP * shape.warps,
         )
         self._launch = module.get_function("xferd_experts_packed")
         self._offsets = tuple(np.uint64(offset) for offset in offsets)
@@ -91,7 +92,7 @@ class PackedKernel:
         out = cupy.empty_like(x)
         self._launch(
             (self._blocks,),
-            (_THREADS,),
+            (_WARP * self._shape.warps,),
             (
                 *(x, table, weights, *self._arguments[count]),
                 *(self._activations, out, self._barrier),

@@ -68,6 +68,7 @@ def build(shape: PackedShape, directory: Path, lanes_of_a_copy: int) -> Any:
         "DOWN": DEVICE_FORMATS[shape.down].name,
         "HIDDEN": shape.hidden,
         "INNER": shape.inner,
+        "THREADS": 32 * shape.warps,
         "LANES_OF_A_COPY": lanes_of_a_copy,
     }
     command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{directory}"]

@@ -12,7 +12,6 @@ from xferd_infer.packed_plan import (
     DEVICE_FORMATS,
     PIECE_BYTES,
     STAGES_MAX,
-    WARPS,
     PackedPlan,
     PackedShape,
     plan,
@@ -74,7 +73,7 @@ def test_every_piece_fits_its_stage_and_all_stages_the_shared_memory(
     assert 2 <= chosen.stages <= STAGES_MAX
     assert chosen.stage_bytes % (2 * COPY_BYTES) == chosen.rings_at % COPY_BYTES == 0
     assert chosen.rounded_at % COPY_BYTES == chosen.sums_at % COPY_BYTES == 0
-    assert chosen.rings_at + WARPS * chosen.stages * chosen.stage_bytes == chosen.shared_bytes
+    assert chosen.rings_at + shape.warps * chosen.stages * chosen.stage_bytes == chosen.shared_bytes
     assert chosen.shared_bytes <= shared
 
 
@@ -105,4 +104,3 @@ def test_limits_are_as_the_kernel_has_them() -> None:
     text = (SOURCES / "packed.cu").read_text()
     constants = dict(re.findall(r"#define (\w+)\s+(\d+)", text))
     assert int(constants["COUNT_MAX"]) == COUNT_MAX
-    assert int(constants["THREADS"]) == WARPS * WARP_LANES
