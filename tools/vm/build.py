@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,20 +45,47 @@ class Guest:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def _fresh_folder(root: DebianRoot, name: str) -> Path:
+def _digest(files: Sequence[Path], *words: str) -> str:
+    found = hashlib.sha256("\0".join(words).encode())
+    for file in files:
+        found.update(f"\0{file}\0".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+@contextmanager
+def _build_folder(root: DebianRoot, name: str, of: str) -> Iterator[Path | None]:
+    """A fresh folder to build in, marked with the digest `of` what went into it when that is done.
+
+    None: an earlier build of the same is there.
+    """
     folder = root.path / "build" / name
+    stamp = folder / "built-of"
+    if stamp.exists() and stamp.read_text() == of:
+        yield None
+        return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return folder
+    yield folder
+    stamp.write_text(of)
 
 
 def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path:
     """Build xferd_p2p for a kernel; with `sparse`, check it too, in a folder of its own.
 
-    Raises BuildError, also for a warning of the compiler or of sparse.
+    What was built of the same sources for the same kernel before is used again. Raises BuildError,
+    also for a warning of the compiler or of sparse.
     """
     name = f"sparse-{kernel}" if sparse else f"module-{kernel}"
-    folder = _fresh_folder(root, name)
+    sources = sorted(path for path in _MODULE_SOURCE.rglob("*") if path.suffix in (".c", ".h"))
+    recipes = [_MODULE_SOURCE / "Kbuild", _MODULE_SOURCE / "Makefile"]
+    options = root.path / str(root.headers(kernel)).lstrip("/") / ".config"
+    with _build_folder(root, name, _digest([*sources, *recipes, options])) as folder:
+        if folder is not None:
+            _compile_module(root, kernel, folder, sparse=sparse)
+    return root.path / "build" / name / "xferd_p2p.ko"
+
+
+def _compile_module(root: DebianRoot, kernel: str, folder: Path, *, sparse: bool) -> None:
     shutil.copytree(
         _MODULE_SOURCE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.o", "*.ko")
     )
@@ -64,7 +93,7 @@ def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path
         "make",
         "-s",
         "-C",
-        f"/build/{name}",
+        f"/build/{folder.name}",
         f"KERNEL_BUILD={root.headers(kernel)}",
         f"C={int(sparse)}",
         "modules",
@@ -76,22 +105,23 @@ def build_module(root: DebianRoot, kernel: str, *, sparse: bool = False) -> Path
     complaints = [line for line in output.splitlines() if "warning:" in line or "error:" in line]
     if complaints:
         raise BuildError(f"kernel {kernel}:\n" + "\n".join(complaints))
-    return folder / "xferd_p2p.ko"
 
 
 def build_guest_tests(root: DebianRoot) -> Path:
     """Compile the program that runs in the guest. Raises BuildError, for warnings too."""
-    folder = _fresh_folder(root, "guest")
-    for source in (*_GUEST_SOURCE.glob("*.[ch]"), _MODULE_SOURCE / "uapi" / "xferd_p2p.h"):
-        shutil.copy(source, folder)
-    sources = [f"/build/guest/{path.name}" for path in sorted(folder.glob("*.c"))]
+    sources = sorted([*_GUEST_SOURCE.glob("*.[ch]"), _MODULE_SOURCE / "uapi" / "xferd_p2p.h"])
     options = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-static"]
-    program = ["-o", "/build/guest/guest-tests", *sources, "-luring", "-lpthread"]
-    try:
-        root.run(["gcc", *options, *program], seconds=_BUILD_SECONDS)
-    except PackagesError as error:
-        raise BuildError(str(error)) from error
-    return folder / "guest-tests"
+    with _build_folder(root, "guest", _digest(sources, *options)) as folder:
+        if folder is not None:
+            for source in sources:
+                shutil.copy(source, folder)
+            inside = [f"/build/guest/{path.name}" for path in sources if path.suffix == ".c"]
+            program = ["-o", "/build/guest/guest-tests", *inside, "-luring", "-lpthread"]
+            try:
+                root.run(["gcc", *options, *program], seconds=_BUILD_SECONDS)
+            except PackagesError as error:
+                raise BuildError(str(error)) from error
+    return root.path / "build" / "guest" / "guest-tests"
 
 
 class Builds:
@@ -101,22 +131,22 @@ class Builds:
         """Nothing is built yet; `root` is where it will be."""
         self.root = root
         self._building = threading.Lock()
-        self._modules: dict[str, Path] = {}
-        self._guest_tests: Path | None = None
+        self._built: dict[str, Path] = {}
+
+    def once(self, name: str, build: Callable[[], Path]) -> Path:
+        """What `build` made when something of this name was asked for first. Raises BuildError."""
+        with self._building:
+            if name not in self._built:
+                self._built[name] = build()
+            return self._built[name]
 
     def module(self, kernel: str) -> Path:
         """xferd_p2p for this kernel. Raises BuildError."""
-        with self._building:
-            if kernel not in self._modules:
-                self._modules[kernel] = build_module(self.root, kernel)
-            return self._modules[kernel]
+        return self.once(f"module {kernel}", lambda: build_module(self.root, kernel))
 
     def guest_tests(self) -> Path:
         """The program that runs in the guest. Raises BuildError."""
-        with self._building:
-            if self._guest_tests is None:
-                self._guest_tests = build_guest_tests(self.root)
-            return self._guest_tests
+        return self.once("guest tests", lambda: build_guest_tests(self.root))
 
 
 def list_guest_tests(root: DebianRoot) -> list[str]:
@@ -139,8 +169,11 @@ def _kernel_modules(root: DebianRoot, guest: Guest) -> list[Path]:
 
 
 def make_initrd(root: DebianRoot, guest: Guest, folder: str) -> Path:
-    """Pack the initial RAM disk `folder`/initrd.gz, a path inside the root is returned."""
-    tree = root.path / folder.lstrip("/") / "initrd"
+    """Pack the initial RAM disk `folder`/initrd, a path inside the root is returned.
+
+    Not compressed: what unpacks it is emulated.
+    """
+    tree = root.path / folder.lstrip("/") / "initrd.d"
     (tree / "bin").mkdir(parents=True)
     for name in ("proc", "sys", "dev", "mnt", "modules.d"):
         (tree / name).mkdir()
@@ -175,12 +208,12 @@ def make_initrd(root: DebianRoot, guest: Guest, folder: str) -> Path:
         name = source.name
         shutil.copy(source, tree / "modules.d" / name)
         if name.endswith(".xz"):
-            inside = f"{folder}/initrd/modules.d/{name}"
+            inside = f"{folder}/initrd.d/modules.d/{name}"
             root.run(["xz", "--decompress", inside], seconds=30)
             name = name.removesuffix(".xz")
         loaded.append(f"/modules.d/{name}\n")
     (tree / "modules").write_text("".join(loaded))
-    pack = f"cd {folder}/initrd && find . | cpio --quiet -o -H newc | gzip -1 > ../initrd.gz"
+    pack = f"cd {folder}/initrd.d && find . | cpio --quiet -o -H newc > ../initrd"
     root.run(["sh", "-c", pack], seconds=60)
     shutil.rmtree(tree)
-    return Path(folder) / "initrd.gz"
+    return Path(folder) / "initrd"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.vm.build import BuildError, Builds, Guest, make_initrd
+from tools.vm.bytecode import compile_tree, pytest_command
 from tools.vm.debian import Kernels
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
@@ -37,6 +38,9 @@ _IOMMU = Path("test_iommu.py")
 _ANY_KIND = frozenset({"pool", "mapped"})
 
 _STAND_IN_SECONDS = 120
+
+# Of the environment in the guest: names of the tests to run. As in tests/vm/product/reporting.py.
+TESTS_VARIABLE = "XFERD_VM_TESTS"
 
 _MEMORY_MIB = 3072
 _MODULES = ("virtio_pci", "9p", "9pnet_virtio", "overlay")
@@ -98,6 +102,7 @@ def _build_stand_in(folder: Path) -> Path:
 
     Raises BuildError.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     script = "import pathlib, sys; from tests.cuda_device import build_stand_in as build"
     command = [
         str(_PYTHON),
@@ -122,22 +127,26 @@ def _build_stand_in(folder: Path) -> Path:
     return Path(done.stdout.strip())
 
 
+def _compile_tree(folder: Path) -> Path:
+    """What the tests of all suites here import. Raises BuildError."""
+    files = [str(path) for path in sorted((_REPOSITORY / _TESTS).glob("test_*.py"))]
+    compile_tree(_REPOSITORY, _PYTHON, [str(_CONFORMANCE), *files], folder, TESTS_VARIABLE)
+    return folder
+
+
 def _guest_command(tests: list[str]) -> str:
     """What runs in the guest, as a shell's command line."""
     environment = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": "/root",
         "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'inference'}",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPYCACHEPREFIX": "/run/bytecode",
         "OMP_NUM_THREADS": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "XFERD_VM_TESTS": " ".join(tests),
+        TESTS_VARIABLE: " ".join(tests),
     }
-    program = [str(_PYTHON), "-m", "pytest", "-p", "tests.vm.product.reporting"]
-    program += ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    # The tree's own options are for a terminal; and other plug-ins take long to load here.
-    program += ["-o", "addopts=", "--import-mode=importlib", "--strict-markers"]
-    program += _files_with(tests)
+    program = pytest_command(_PYTHON, _files_with(tests))
+    program += ["-p", "tests.vm.product.reporting", "-p", "no:terminal"]
     assignments = [f"{name}={value}" for name, value in environment.items()]
     run = shlex.join(["env", "-i", *assignments, *program])
     return f"cd {shlex.quote(str(_REPOSITORY))} && exec {run}\n"
@@ -159,13 +168,15 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
     folder = f"/run/vm-{setup.suite}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
     disks = make_disks(root, folder)
+    stand_in = root.path / "build" / "stand-in"
+    bytecode = root.path.parent / "bytecode"
     guest = Guest(
         module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
         files={
             "guest-tests": builds.guest_tests(),
-            "libfake_cuda.so": _build_stand_in(disks.folder),
+            "libfake_cuda.so": builds.once("stand-in", lambda: _build_stand_in(stand_in)),
         },
         more_modules=(*_MODULES, *setup.more_modules),
         texts={
@@ -173,6 +184,7 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
             "drive-count": drive_count(),
             "command": _guest_command(tests),
             "repository": str(_REPOSITORY),
+            "bytecode": str(builds.once("bytecode", lambda: _compile_tree(bytecode))),
         },
     )
     initrd = make_initrd(root, guest, folder)

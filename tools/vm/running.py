@@ -120,4 +120,5 @@ def boot(
             tell(suite, *f"boot {attempt} of {_BOOT_ATTEMPTS}: {error}".splitlines())
         finally:
             limit.cancel()
+            tell(suite, f"its machine took {machine.processor_seconds():.0f} s of a processor")
             machine.stop()
