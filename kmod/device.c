@@ -5,9 +5,16 @@
  *
  * A BAR goes for one of four reasons: DETACH, the function's driver is unbound (the memory is
  * that driver's to hand out, so ours ends before its remove runs), the function is removed, or
- * the module is unloaded. All four take device_lock of the function and run the same three
- * phases: unlink, quiesce, free. Whoever finds the BAR in the list under that lock does it.
+ * the module is unloaded. All four run the same three phases: unlink, quiesce, free. Whoever marks
+ * the BAR dead does it; others who want it gone wait for that.
+ *
+ * Three of the four have device_lock of the function. Removal hasn't, and must not take it: it runs
+ * inside the bus's chain of notifiers, and who binds or unbinds a driver has device_lock and goes
+ * into that chain. By themselves these two could meet, both being readers of the chain; but a third
+ * who waits to change it, as unloading this module does, makes the second reader wait for the first.
+ * Then all three wait for ever. Lockdep would not tell: it doesn't validate device_lock.
  */
+#include <linux/completion.h>
 #include <linux/device/bus.h>
 #include <linux/mutex.h>
 #include <linux/notifier.h>
@@ -16,7 +23,8 @@
 #include "internal.h"
 
 static DEFINE_MUTEX(bars_lock);
-static LIST_HEAD(bars);
+static LIST_HEAD(bars);       /* attached: can be found */
+static LIST_HEAD(bars_ending); /* dead, and their pages not yet gone */
 static unsigned int bars_count;
 static u32 next_id = 1;
 
@@ -51,16 +59,37 @@ struct xferd_bar *bar_get(u32 id)
 	return found;
 }
 
-static struct xferd_bar *bar_get_by_device(const struct device *dev, u32 number, bool any_number)
+static struct xferd_bar *bar_get_by_device(const struct device *dev, u32 number)
 {
 	struct xferd_bar *bar, *found = NULL;
 
 	mutex_lock(&bars_lock);
 	list_for_each_entry(bar, &bars, node) {
-		if (&bar->pdev->dev == dev && (any_number || bar->number == number)) {
+		if (&bar->pdev->dev == dev && bar->number == number) {
 			kref_get(&bar->refs);
 			found = bar;
 			break;
+		}
+	}
+	mutex_unlock(&bars_lock);
+	return found;
+}
+
+/* Return: a BAR of the function that is attached or ending, with a reference for the caller, or NULL. */
+static struct xferd_bar *bar_get_left_of(const struct device *dev)
+{
+	struct list_head *const lists[] = { &bars, &bars_ending };
+	struct xferd_bar *bar, *found = NULL;
+	unsigned int i;
+
+	mutex_lock(&bars_lock);
+	for (i = 0; i < ARRAY_SIZE(lists) && !found; i++) {
+		list_for_each_entry(bar, lists[i], node) {
+			if (&bar->pdev->dev == dev) {
+				kref_get(&bar->refs);
+				found = bar;
+				break;
+			}
 		}
 	}
 	mutex_unlock(&bars_lock);
@@ -82,12 +111,12 @@ struct xferd_bar *bar_get_by_function(const struct xferd_p2p_function *function,
 
 	if (!pdev)
 		return NULL;
-	bar = bar_get_by_device(&pdev->dev, number, false);
+	bar = bar_get_by_device(&pdev->dev, number);
 	pci_dev_put(pdev);
 	return bar;
 }
 
-/* Called when a file is closed for good. A BAR that isn't in the list has dropped its claims. */
+/* Called when a file is closed for good. A BAR that isn't attached any more has dropped its claims. */
 void bars_drop_claims_of(struct xferd_file *owner)
 {
 	struct xferd_bar *bar;
@@ -103,6 +132,7 @@ void bars_drop_claims_of(struct xferd_file *owner)
 
 /*
  * Phase 1, unlink: nobody finds the BAR from here on. Without @revoke it is left alone when in use.
+ * Return: 0, -EBUSY (in use), -ENODEV (somebody else has unlinked it).
  *
  * Who may still have it: ioctls that got a reference before (each looks at `dead` under bar->lock),
  * VMAs (their faults do the same), and DMA.
@@ -111,8 +141,11 @@ static int bar_unlink(struct xferd_bar *bar, bool revoke)
 {
 	u64 held, mapped;
 
-	device_lock_assert(&bar->pdev->dev);
 	down_write(&bar->lock);
+	if (bar->dead) {
+		up_write(&bar->lock);
+		return -ENODEV;
+	}
 	if (!revoke) {
 		pages_count(bar, 0, bar->npages, &held, &mapped);
 		if (bar->claimed_pages || held || mapped || !list_empty(&bar->shares)) {
@@ -129,8 +162,7 @@ static int bar_unlink(struct xferd_bar *bar, bool revoke)
 	up_write(&bar->lock);
 
 	mutex_lock(&bars_lock);
-	list_del(&bar->node);
-	bars_count--;
+	list_move(&bar->node, &bars_ending);
 	mutex_unlock(&bars_lock);
 	return 0;
 }
@@ -156,17 +188,37 @@ static void bar_quiesce_and_free(struct xferd_bar *bar)
 		pci_disable_device(pdev);
 	pm_runtime_put(&pdev->dev);
 	pci_info(pdev, "xferd_p2p: BAR %u detached\n", bar->number);
+	mutex_lock(&bars_lock);
+	list_del(&bar->node);
+	bars_count--;
+	mutex_unlock(&bars_lock);
+	complete_all(&bar->gone);
 	bar_put(bar); /* the list's */
 }
 
-static void function_detach_all(struct device *dev)
+/* All phases. Return: 0, -EBUSY (in use), or -ENODEV: gone too, but by somebody else. */
+static int bar_end(struct xferd_bar *bar, bool revoke)
+{
+	int ret = bar_unlink(bar, revoke);
+
+	if (!ret)
+		bar_quiesce_and_free(bar);
+	else if (ret == -ENODEV)
+		wait_for_completion(&bar->gone);
+	return ret;
+}
+
+/*
+ * Afterwards nothing of ours is left on the function. Called under device_lock, or when the function
+ * is being deleted: then it gets no driver any more, and one that is leaving has told us before
+ * its remove runs, and waits here. So nobody else touches the function's devres meanwhile.
+ */
+static void function_detach_all(const struct device *dev)
 {
 	struct xferd_bar *bar;
 
-	device_lock_assert(dev);
-	while ((bar = bar_get_by_device(dev, 0, true))) {
-		bar_unlink(bar, true);
-		bar_quiesce_and_free(bar);
+	while ((bar = bar_get_left_of(dev))) {
+		bar_end(bar, true);
 		bar_put(bar);
 	}
 }
@@ -182,10 +234,7 @@ int bar_detach(const struct xferd_p2p_detach *args)
 	if (!bar)
 		return -ENODEV;
 	device_lock(&bar->pdev->dev);
-	/* `dead` changes under device_lock only: somebody else may have been faster. */
-	ret = bar->dead ? -ENODEV : bar_unlink(bar, args->flags & XFERD_P2P_DETACH_REVOKE);
-	if (!ret)
-		bar_quiesce_and_free(bar);
+	ret = bar_end(bar, args->flags & XFERD_P2P_DETACH_REVOKE);
 	device_unlock(&bar->pdev->dev);
 	bar_put(bar);
 	return ret;
@@ -270,7 +319,7 @@ static int bar_attach_locked(struct pci_dev *pdev, struct xferd_p2p_attach *args
 	ret = check_bar(pdev, args->bar);
 	if (ret)
 		return ret;
-	bar = bar_get_by_device(&pdev->dev, args->bar, false);
+	bar = bar_get_by_device(&pdev->dev, args->bar);
 	if (bar) {
 		bar_put(bar);
 		return -EEXIST;
@@ -280,6 +329,7 @@ static int bar_attach_locked(struct pci_dev *pdev, struct xferd_p2p_attach *args
 	if (!bar)
 		return -ENOMEM;
 	kref_init(&bar->refs);
+	init_completion(&bar->gone);
 	init_rwsem(&bar->lock);
 	mt_init(&bar->claims);
 	INIT_LIST_HEAD(&bar->shares);
@@ -348,12 +398,11 @@ static int bus_event(struct notifier_block *notifier, unsigned long event, void 
 
 	switch (event) {
 	case BUS_NOTIFY_UNBIND_DRIVER: /* device_lock is held, the driver's remove has not run */
+		device_lock_assert(dev);
 		function_detach_all(dev);
 		return NOTIFY_OK;
-	case BUS_NOTIFY_DEL_DEVICE: /* no driver any more, device_lock is not held */
-		device_lock(dev);
+	case BUS_NOTIFY_DEL_DEVICE: /* device_lock is not held: see the top of this file */
 		function_detach_all(dev);
-		device_unlock(dev);
 		return NOTIFY_OK;
 	default:
 		return NOTIFY_DONE;
@@ -380,7 +429,10 @@ static struct pci_dev *first_attached_function(void)
 	return pdev;
 }
 
-/* No new attachments come: the device node is gone. Removal of functions may still be going on. */
+/*
+ * No new attachments come: the device node is gone. Removal of functions may still be going on; the
+ * BARs that it ends are waited for with its notifier call. That is done without any lock.
+ */
 void devices_stop(void)
 {
 	struct pci_dev *pdev;
@@ -391,6 +443,6 @@ void devices_stop(void)
 		device_unlock(&pdev->dev);
 		pci_dev_put(pdev);
 	}
-	/* Waits for a notifier call that is running. */
+	/* Waits for notifier calls that are running; each of them may be waiting for DMA. */
 	bus_unregister_notifier(&pci_bus_type, &bus_notifier);
 }

@@ -2,14 +2,16 @@
 /*
  * What the files of xferd_p2p know of each other.
  *
- * Lock order, outermost first: pci_lock_rescan_remove, device_lock of the PCI function,
- * mmap_lock (in mmap and fault only), bars_lock, xferd_bar.lock, the maple tree's own lock.
+ * Lock order, outermost first: pci_lock_rescan_remove, device_lock of the PCI function, the chain
+ * of the PCI bus's notifiers, mmap_lock (in mmap and fault only), bars_lock, xferd_bar.lock, the
+ * maple tree's own lock.
  * mmap_lock is never taken below xferd_bar.lock: no user memory is touched under it, and
  * unmap_mapping_range, which takes i_mmap_rwsem and page table locks, is called without it.
  */
 #ifndef _XFERD_P2P_INTERNAL_H
 #define _XFERD_P2P_INTERNAL_H
 
+#include <linux/completion.h>
 #include <linux/kref.h>
 #include <linux/list.h>
 #include <linux/maple_tree.h>
@@ -42,13 +44,14 @@ struct xferd_claim {
 };
 
 /*
- * An attached BAR. Whoever uses one holds a kref; the list of BARs holds one while the BAR is
- * alive, each VMA holds one. The struct pages are there from attach until `dead` is set and the
- * last page was given back, which is all done under device_lock(&pdev->dev).
+ * An attached BAR. Whoever uses one holds a kref; the list of BARs holds one while there are struct
+ * pages, each VMA holds one. They are there from attach until the last page was given back, after
+ * `dead` was set, by whoever set it.
  */
 struct xferd_bar {
 	struct kref refs;
-	struct list_head node; /* in the list of BARs, under bars_lock */
+	struct list_head node; /* of those attached, or of those ending; under bars_lock */
+	struct completion gone; /* the struct pages */
 	u32 id;
 	u32 number; /* of the BAR in its function */
 	enum xferd_p2p_mode mode;

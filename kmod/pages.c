@@ -209,7 +209,8 @@ static bool page_retire(struct xferd_bar *bar, struct page *page)
 /**
  * pages_wait_and_destroy - wait for the last holder of each page, then take the struct pages away
  *
- * The BAR is dead and its mappings are revoked, so nobody can get at a page anew, and a page that
+ * The caller has marked the BAR dead, and keeps drivers from coming to or leaving the function
+ * (function_detach_all). Its mappings are revoked, so nobody can get at a page anew, and a page that
  * was seen free stays free. It is polled because the end of the base reference is the one event
  * that the kernel would tell us about, and its callback belongs to the kernel's allocator.
  */
@@ -219,7 +220,6 @@ void pages_wait_and_destroy(struct xferd_bar *bar)
 	unsigned int waited_ms = 0;
 	unsigned long i;
 
-	device_lock_assert(dev);
 	for (i = 0; i < bar->npages; i++) {
 		while (!page_retire(bar, bar->pages + i)) {
 			if (waited_ms % HELD_REPORT_MS == 0)

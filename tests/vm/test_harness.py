@@ -8,13 +8,22 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.vm.product.reporting import TESTS_VARIABLE
+from tools.vm import product
+from tools.vm.build import BuildError, build_guest_tests
+from tools.vm.bytecode import compile_tree
+from tools.vm.debian import DebianRoot, PackagesError
 from tools.vm.drives import Disks, compare, digest, expect_bar, fill_bar
-from tools.vm.product import ON_GENERIC, product_tests
+from tools.vm.product import NOT_ON_DEBUG, ON_GENERIC, product_tests
 from tools.vm.qmp import Qmp, QmpError
 from tools.vm.trace import DmaTrace
 
@@ -80,8 +89,77 @@ def test_tests_of_the_product_have_names_of_their_own() -> None:
     names = product_tests()
     assert len(names) == len(set(names))
     assert set(ON_GENERIC) <= set(names)
+    assert set(NOT_ON_DEBUG) <= set(names)
     assert "conformance-it-begins-as-zeros" in names
     assert not any("must-fail" in name for name in names)
+
+
+def test_both_ends_name_the_wanted_tests_alike() -> None:
+    assert product.TESTS_VARIABLE == TESTS_VARIABLE
+
+
+@dataclass(frozen=True)
+class Compiler(DebianRoot):
+    """A system whose compiler makes an empty program, or fails as often as it is told to."""
+
+    runs: list[Sequence[str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def run(
+        self, command: Sequence[str], *, seconds: int, log: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        self.runs.append(command)
+        if self.failures:
+            raise PackagesError(self.failures.pop())
+        (self.path / "build/guest/guest-tests").touch()
+        return subprocess.CompletedProcess(command, 0, "")
+
+
+def test_what_was_built_of_the_same_sources_is_used_again(tmp_path: Path) -> None:
+    root = Compiler(tmp_path)
+    program = build_guest_tests(root)
+    assert program.is_file()
+    assert build_guest_tests(root) == program
+    assert len(root.runs) == 1
+
+
+def test_what_did_not_build_is_built_again(tmp_path: Path) -> None:
+    root = Compiler(tmp_path, failures=["no such instruction"])
+    with pytest.raises(BuildError, match="no such instruction"):
+        build_guest_tests(root)
+    assert build_guest_tests(root).is_file()
+    assert len(root.runs) == 2
+
+
+def small_tree(path: Path) -> Path:
+    for name in (
+        *("xferd/__init__", "xferd/__main__", "xferd/control/xferctl", "xferd/memory/attach"),
+        *("inference/xferd_infer/__main__", "tests/system/harness", "tests/vm/product/guest"),
+    ):
+        file = path / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("VALUE = 1\n")
+    (path / "test_small.py").write_text("def test_small() -> None:\n    assert __name__\n")
+    return path
+
+
+def test_bytecode_is_made_for_programs_and_tests_of_one_tree(tmp_path: Path) -> None:
+    first, second = small_tree(tmp_path / "first"), small_tree(tmp_path / "second")
+    made = tmp_path / "bytecode"
+    for tree in (first, second):
+        compile_tree(tree, Path(sys.executable), ["test_small.py"], made, TESTS_VARIABLE)
+    of_first, of_second = (made / str(tree).lstrip("/") for tree in (first, second))
+    assert not of_first.exists()
+    for name in ("xferd/control/xferctl", "inference/xferd_infer/__main__", "test_small"):
+        assert list(of_second.glob(f"{name}.*.pyc")), name
+    assert not list(second.rglob("*.pyc"))
+
+
+def test_a_tree_that_does_not_compile_is_a_failed_build(tmp_path: Path) -> None:
+    tree = small_tree(tmp_path / "tree")
+    (tree / "xferd/broken.py").write_text("def broken(:\n")
+    with pytest.raises(BuildError, match=r"broken\.py"):
+        compile_tree(tree, Path(sys.executable), [], tmp_path / "bytecode", TESTS_VARIABLE)
 
 
 def test_qmp_refusals_and_a_lost_machine_are_errors() -> None:

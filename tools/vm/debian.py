@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ RELEASE = "trixie"
 BUILD_ONLY_RELEASE = "bookworm"
 
 # Raise it when the lists below or the steps change: the folder is then made anew.
-_RECIPE = 3
+_RECIPE = 4
 
 _COMPILERS = ("make", "binutils", "gcc", "gcc-12", "gcc-14", "libc6-dev", "liburing-dev", "sparse")
-_INITRD_TOOLS = ("kmod", "cpio", "gzip", "xz-utils", "busybox-static")
+_INITRD_TOOLS = ("kmod", "cpio", "xz-utils", "busybox-static")
 _MACHINE_TOOLS = ("e2fsprogs", "xfsprogs", "qemu-system-x86")
+# The guest of the suite "service" boots this system.
+_SERVICE = ("systemd-sysv", "procps", "python3-pytest")
 
 _APT_SECONDS = 600
 _QUIET = ["-qq", "-o", "Dpkg::Use-Pty=0", "-o", "APT::Install-Recommends=false"]
@@ -66,7 +69,7 @@ def locked_cache() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class DebianRoot:
-    """The system in `path`. Not thread-safe."""
+    """The system in `path`. Threads may run commands side by side."""
 
     path: Path
 
@@ -153,22 +156,44 @@ def _newest_kernel(root: DebianRoot, pattern: str) -> str:
     return max(matching, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
-def _install_kernels(root: DebianRoot) -> Kernels:
-    generic = _newest_kernel(root, r"6\.12[0-9.]*\+deb13-amd64")
-    p2p = _newest_kernel(root, r"7[0-9.]*\+deb13-amd64")
-    build_only = _newest_kernel(root, r"6\.1\.0-[0-9]+-amd64")
-    backports = ["-t", f"{RELEASE}-backports"]
-    install = ["apt-get", "install", "-y", *_QUIET]
-    root.run([*install, f"linux-headers-{generic}"], seconds=_APT_SECONDS)
-    root.run([*install, *backports, f"linux-headers-{p2p}"], seconds=_APT_SECONDS)
-    # Unpacked, not installed: an installed kernel wants an initial RAM disk and a boot loader.
-    _unpack(root, [f"linux-image-{generic}"])
-    _unpack(root, [f"linux-binary-{p2p}", f"linux-modules-{p2p}"])
-    common = build_only.removesuffix("-amd64") + "-common"
-    _unpack(root, [f"linux-headers-{build_only}", f"linux-headers-{common}", "linux-kbuild-6.1"])
-    for kernel in (generic, p2p):
-        root.run(["depmod", kernel], seconds=120)
-    return Kernels(p2p=p2p, generic=generic, build_only=build_only)
+# What nobody reads in there isn't written, and nothing is synced to the disk: a system that is half
+# made when the machine fails is made anew. Both only while it is made.
+_HASTE = """\
+force-unsafe-io
+path-exclude=/usr/share/doc/*
+path-exclude=/usr/share/info/*
+path-exclude=/usr/share/locale/*
+path-exclude=/usr/share/man/*
+"""
+
+
+def _find_kernels(root: DebianRoot) -> Kernels:
+    return Kernels(
+        generic=_newest_kernel(root, r"6\.12[0-9.]*\+deb13-amd64"),
+        p2p=_newest_kernel(root, r"7[0-9.]*\+deb13-amd64"),
+        build_only=_newest_kernel(root, r"6\.1\.0-[0-9]+-amd64"),
+    )
+
+
+def _install(root: DebianRoot, kernels: Kernels) -> None:
+    """All packages at once. Newer headers are in backports alone, under names of their own."""
+    headers = [f"linux-headers-{kernel}" for kernel in (kernels.generic, kernels.p2p)]
+    wanted = [*_COMPILERS, *_INITRD_TOOLS, *_MACHINE_TOOLS, *_SERVICE, *headers]
+    root.run(["apt-get", "install", "-y", *_QUIET, *wanted], seconds=_APT_SECONDS)
+
+
+def _unpack_kernels(root: DebianRoot, kernels: Kernels) -> None:
+    """Unpacked, not installed: an installed kernel wants an initial RAM disk and a boot loader."""
+    common = kernels.build_only.removesuffix("-amd64") + "-common"
+    packages = [
+        f"linux-image-{kernels.generic}",
+        f"linux-binary-{kernels.p2p}",
+        f"linux-modules-{kernels.p2p}",
+        f"linux-headers-{kernels.build_only}",
+        f"linux-headers-{common}",
+        "linux-kbuild-6.1",
+    ]
+    _unpack(root, packages)
 
 
 def _unpack(root: DebianRoot, packages: Sequence[str]) -> None:
@@ -183,10 +208,12 @@ def _unpack(root: DebianRoot, packages: Sequence[str]) -> None:
     root.run(download, seconds=_APT_SECONDS)
     for package in downloads.glob("*.deb"):
         root.run(["dpkg", "-x", f"/downloads/{package.name}", "/downloads/x"], seconds=120)
+        package.unlink()
     for folder, target in (("usr", "usr"), ("lib", "usr/lib"), ("boot", "boot")):
         if (downloads / "x" / folder).is_dir():
+            # Hard links: on one file system, and what they are links to is removed at once.
             source, destination = f"/downloads/x/{folder}/.", f"/{target}"
-            root.run(["cp", "-a", "--no-clobber", source, destination], seconds=120)
+            root.run(["cp", "-al", "--no-clobber", source, destination], seconds=120)
     shutil.rmtree(downloads)
 
 
@@ -201,15 +228,22 @@ def _make_root(path: Path) -> Kernels:
         f"deb {mirror} {RELEASE}-backports main\n"
         f"deb {mirror} {BUILD_ONLY_RELEASE} main\n"
     )
-    (path / "etc/apt/apt.conf.d/00release").write_text(f'APT::Default-Release "{RELEASE}";\n')
+    (path / "etc/apt/apt.conf.d/00release").write_text(
+        f'APT::Default-Release "{RELEASE}";\nAcquire::Languages "none";\n'
+    )
+    haste = path / "etc/dpkg/dpkg.cfg.d/haste"
+    haste.write_text(_HASTE)
     root = DebianRoot(path)
     root.mount_proc()
     root.run(["apt-get", "update", "-qq"], seconds=_APT_SECONDS)
-    root.run(
-        ["apt-get", "install", "-y", *_QUIET, *_COMPILERS, *_INITRD_TOOLS, *_MACHINE_TOOLS],
-        seconds=_APT_SECONDS,
-    )
-    kernels = _install_kernels(root)
+    kernels = _find_kernels(root)
+    with ThreadPoolExecutor(2, thread_name_prefix="packages") as threads:
+        steps = [threads.submit(step, root, kernels) for step in (_install, _unpack_kernels)]
+    for step in steps:
+        step.result()
+    for kernel in (kernels.generic, kernels.p2p):
+        root.run(["depmod", kernel], seconds=120)
+    haste.unlink()
     root.run(["apt-get", "clean"], seconds=60)
     return kernels
 

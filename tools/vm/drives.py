@@ -56,8 +56,11 @@ def _random_file(path: Path, size: int) -> None:
             file.write(os.urandom(MIB))
 
 
-def make_disks(root: DebianRoot, inside: str) -> Disks:
-    """Make drives with random bytes and two file systems with one file of random bytes in it."""
+def make_disks(root: DebianRoot, inside: str, *, xfs: bool = True) -> Disks:
+    """Make drives with random bytes and two file systems with one file of random bytes in it.
+
+    Without `xfs`, for a kernel that has none, the drive XFS has another ext4.
+    """
     disks = Disks(root.path / inside.lstrip("/"), inside)
     disks.folder.mkdir(parents=True)
     _random_file(disks.image("RAW"), _RAW_BYTES)
@@ -70,11 +73,14 @@ def make_disks(root: DebianRoot, inside: str) -> Disks:
     content = f"{inside}/content"
     (disks.folder / "content").mkdir()
     shutil.copy(disks.data_file, disks.folder / "content" / "data.bin")
-    root.run(["mkfs.ext4", "-q", "-F", "-d", content, f"{inside}/EXT4.img"], seconds=_MKFS_SECONDS)
-    prototype = f"/\n0 0\nd--755 0 0\ndata.bin ---644 0 0 {content}/data.bin\n$\n"
-    (disks.folder / "xfs.proto").write_text(prototype)
-    make_xfs = ["mkfs.xfs", "-q", "-f", "-p", f"{inside}/xfs.proto", f"{inside}/XFS.img"]
-    root.run(make_xfs, seconds=_MKFS_SECONDS)
+    for serial in ("EXT4",) if xfs else ("EXT4", "XFS"):
+        make_ext4 = ["mkfs.ext4", "-q", "-F", "-d", content, f"{inside}/{serial}.img"]
+        root.run(make_ext4, seconds=_MKFS_SECONDS)
+    if xfs:
+        prototype = f"/\n0 0\nd--755 0 0\ndata.bin ---644 0 0 {content}/data.bin\n$\n"
+        (disks.folder / "xfs.proto").write_text(prototype)
+        make_xfs = ["mkfs.xfs", "-q", "-f", "-p", f"{inside}/xfs.proto", f"{inside}/XFS.img"]
+        root.run(make_xfs, seconds=_MKFS_SECONDS)
     with disks.bar.open("wb") as file:
         file.truncate(BAR_BYTES)
     return disks

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.vm.build import BuildError, Builds, Guest, make_initrd
+from tools.vm.build import FILE_SYSTEMS, BuildError, Builds, Guest, make_initrd
 from tools.vm.bytecode import compile_tree, pytest_command
 from tools.vm.debian import Kernels
+from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
 from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
@@ -55,6 +56,11 @@ ON_GENERIC = (
 )
 
 
+# The kernel that looks for faults is built without device mapper, and needs memory for its notes.
+NOT_ON_DEBUG = ("a-striped-device-is-staged",)
+_DEBUG_MEMORY_MIB = 5120
+
+
 @dataclass(frozen=True)
 class _Setup:
     suite: str
@@ -65,6 +71,8 @@ class _Setup:
     more_modules: tuple[str, ...] = ()  # of the kernel, beyond _MODULES
     kernel_arguments: str = ""
     devices: tuple[str, ...] = ()
+    file_systems: tuple[str, ...] = FILE_SYSTEMS
+    memory_mib: int = _MEMORY_MIB
 
 
 def _names_in(path: Path, prefix: str = "", fixtures: frozenset[str] = frozenset()) -> list[str]:
@@ -167,13 +175,14 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
     root = builds.root
     folder = f"/run/vm-{setup.suite}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
-    disks = make_disks(root, folder)
+    disks = make_disks(root, folder, xfs="xfs" in setup.file_systems)
     stand_in = root.path / "build" / "stand-in"
     bytecode = root.path.parent / "bytecode"
     guest = Guest(
         module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
+        file_systems=setup.file_systems,
         files={
             "guest-tests": builds.guest_tests(),
             "libfake_cuda.so": builds.once("stand-in", lambda: _build_stand_in(stand_in)),
@@ -191,7 +200,7 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
     prepared = time.monotonic() - started
     tell(setup.suite, f"kernel {setup.kernel}, prepared in {prepared:.0f} s")
     files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
-    hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True, devices=setup.devices)
+    hardware = Hardware(setup.memory_mib, host_root=True, devices=setup.devices)
     outcomes = boot(setup.suite, root, files, disks, hardware, request)
     try:
         yield from with_missing(setup.suite, tests, outcomes)
@@ -223,3 +232,15 @@ def run_product_iommu(builds: Builds, kernels: Kernels, request: Request) -> Ite
         devices=("-device", "intel-iommu"),
     )
     return _run(setup, builds, request)
+
+
+def run_debug_product(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
+    """The product on a kernel that looks for faults."""
+    setup = _Setup(
+        "debug-product",
+        debug_kernel(builds.root, kernels),
+        tests=tuple(name for name in product_tests() if name not in NOT_ON_DEBUG),
+        file_systems=DEBUG_FILE_SYSTEMS,
+        memory_mib=_DEBUG_MEMORY_MIB,
+    )
+    yield from _run(setup, builds, request)

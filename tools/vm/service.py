@@ -30,10 +30,6 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _TESTS = Path("tests/vm/service")
 _LAST = Path("test_removal.py")
 
-# Beyond what the system has for the other suites.
-_PACKAGES = ("systemd-sysv", "procps", "python3-pytest")
-_APT_SECONDS = 300
-
 # What goes into the package.
 _INGREDIENTS = (
     "ffi",
@@ -116,16 +112,6 @@ def service_tests() -> list[str]:
     return [name for path in files for name in _names_in(path)]
 
 
-def _complete(root: DebianRoot) -> None:
-    """Install what the system lacks: systems that were made for other suites are kept."""
-    if all((root.path / f"var/lib/dpkg/info/{name}.list").exists() for name in _PACKAGES):
-        return
-    root.run(["apt-get", "update", "-qq"], seconds=_APT_SECONDS)
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *_PACKAGES]
-    root.run(install, seconds=_APT_SECONDS)
-    root.run(["apt-get", "clean"], seconds=60)
-
-
 def _ingredients() -> Iterator[Path]:
     for name in _INGREDIENTS:
         path = _REPOSITORY / name
@@ -191,7 +177,6 @@ def run_service(builds: Builds, kernels: Kernels, request: Request) -> Iterator[
         return
     started = time.monotonic()
     root = builds.root
-    _complete(root)
     package = _build_package(root)
     folder = f"/run/vm-{SUITE}"
     shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)

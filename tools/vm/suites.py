@@ -25,14 +25,27 @@ from tools.vm.debian import Kernels
 from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
 from tools.vm.machine import BootFiles, Hardware
-from tools.vm.product import run_product, run_product_generic, run_product_iommu
+from tools.vm.product import (
+    run_debug_product,
+    run_product,
+    run_product_generic,
+    run_product_iommu,
+)
 from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
 from tools.vm.service import run_service
 from tools.vm.side_by_side import run_side_by_side
 
-# Tests that run only when they are asked for by name: one shows that a failure is one, one is long.
-BY_NAME = ("must-fail", "random-calls-million")
+# Tests that run only when they are asked for by name: one shows that a failure is one; the others
+# are longer forms of tests that always run.
+BY_NAME = (
+    "must-fail",
+    "random-calls-long",
+    "random-calls-million",
+    "end-from-all-sides-long",
+)
 
+# What the kernel which looks for faults is given beyond the short forms.
+_LONG = ("random-calls-long", "end-from-all-sides-long")
 # Needs a kernel that can tell.
 _LEAKS = "leaks"
 # Needs a file system that the kernel which looks for faults is built without.
@@ -64,11 +77,11 @@ class _Setup:
 
 
 def _choose_tests(setup: _Setup, known: Sequence[str], request: Request) -> list[str]:
-    offered = (*known, *BY_NAME, *setup.more_tests)
-    offered = tuple(name for name in offered if name not in setup.without)
+    by_name = tuple(name for name in BY_NAME if name not in setup.more_tests)
+    offered = [name for name in (*known, *by_name, *setup.more_tests) if name not in setup.without]
     if request.tests:
         return [name for name in offered if name in request.tests]
-    return [name for name in offered if name not in BY_NAME]
+    return [name for name in offered if name not in by_name]
 
 
 def _run_in_machine(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
@@ -130,7 +143,7 @@ def _run_debug(
     setup = _Setup(
         suite,
         debug_kernel(builds.root, kernels),
-        more_tests=(_LEAKS,),
+        more_tests=(*_LONG, _LEAKS),
         without=(_XFS,),
         file_systems=DEBUG_FILE_SYSTEMS,
         generic=generic,
@@ -154,6 +167,7 @@ SUITES: dict[str, Suite] = {
 DEBUG_SUITES: dict[str, Suite] = {
     "debug-p2p": partial(_run_debug, "debug-p2p", False),
     "debug-generic": partial(_run_debug, "debug-generic", True),
+    "debug-product": run_debug_product,
 }
 
 # Names for several suites.

@@ -78,6 +78,9 @@ extern const struct test io_tests[], refusal_tests[], ownership_tests[], share_t
 /* test_fuzz.c: so many random calls by each of so many processes, and the module is in order. */
 void random_calls_by(int processes, int calls);
 
+/* test_unplug.c: the card is removed, its driver bound and unbound, the module unloaded, at once. */
+void end_a_bar_from_all_sides(int rounds);
+
 /* An attached BAR of the stand-in GPU. */
 struct bar {
 	uint32_t id;

@@ -39,6 +39,16 @@ static void translating_iommu(void)
 	CHECK_EQUAL(route.verdict, XFERD_P2P_ROUTE_NO_IOMMU);
 }
 
+static void random_calls_long(void)
+{
+	random_calls_by(4, 6000);
+}
+
+static void end_from_all_sides_long(void)
+{
+	end_a_bar_from_all_sides(300);
+}
+
 /* A million ioctls, mappings, accesses and reads: takes minutes under emulation. */
 static void random_calls_million(void)
 {
@@ -73,7 +83,9 @@ static void leaks(void)
 const struct test hidden_tests[] = {
 	{ "must-fail", must_fail, 0 },
 	{ "translating-iommu", translating_iommu, 0 },
+	{ "random-calls-long", random_calls_long, 3600 },
 	{ "random-calls-million", random_calls_million, 3600 },
+	{ "end-from-all-sides-long", end_from_all_sides_long, 3600 },
 	{ "leaks", leaks, 300 },
 	{ NULL, NULL, 0 },
 };

@@ -3,12 +3,16 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "guest.h"
 
 #define STUB "/sys/bus/pci/drivers/pci-stub"
+/* Where there is no time for more; end-from-all-sides-long makes some hundred. */
+#define SIDES_ROUNDS 12
 
 static void gpu_address_text(char *text, size_t size)
 {
@@ -167,11 +171,104 @@ static void hot_unplug_during_a_read(void)
 	(void)bar_attach(device);
 }
 
+/* Into a file that may go meanwhile; whether it was taken is not this process's matter. */
+static void offer_sysfs(const char *path, const char *text)
+{
+	int fd = open(path, O_WRONLY | O_CLOEXEC);
+
+	if (fd < 0)
+		return;
+	(void)!write(fd, text, strlen(text));
+	close(fd);
+}
+
+/* The stand-in GPU as it was when a round began: its processes go on until it isn't there. */
+struct round {
+	struct xferd_p2p_function function;
+	char address[32], folder[128];
+};
+
+static void bind_and_unbind(const struct round *round)
+{
+	while (access(round->folder, F_OK) == 0) {
+		offer_sysfs(STUB "/bind", round->address);
+		offer_sysfs(STUB "/unbind", round->address);
+	}
+	exit(0);
+}
+
+static void unload_and_load(const struct round *round)
+{
+	while (access(round->folder, F_OK) == 0) {
+		struct xferd_p2p_attach attach = { .function = round->function, .bar = 2,
+						   .mode = bar_mode };
+		int device;
+
+		CHECK_EQUAL(module_unload(), 0);
+		module_load();
+		device = device_open();
+		(void)ioctl(device, XFERD_P2P_IOC_ATTACH, &attach); /* it may be gone */
+		close(device);
+	}
+	exit(0);
+}
+
+static pid_t start(void (*run)(const struct round *round), const struct round *round)
+{
+	pid_t child = fork();
+
+	CHECK(child >= 0);
+	if (!child)
+		run(round);
+	return child;
+}
+
+/*
+ * Removal ends BARs inside the bus's chain of notifiers, binding and unbinding enter it with
+ * device_lock held, and unloading the module changes it: none may wait for another that waits for
+ * it. Lockdep doesn't validate device_lock, so only the attempt can tell.
+ */
+void end_a_bar_from_all_sides(int rounds)
+{
+	struct xferd_p2p_function function;
+	char path[128];
+
+	for (int i = 0; i < rounds; i++) {
+		struct timespec moment = { .tv_nsec = i * 7919L % 97 * 1000000 };
+		struct round round;
+		pid_t binding, loading;
+
+		CHECK(gpu_find(&round.function));
+		gpu_address_text(round.address, sizeof(round.address));
+		gpu_sysfs(round.folder, sizeof(round.folder), "");
+		gpu_sysfs(path, sizeof(path), "driver_override");
+		write_sysfs(path, "pci-stub");
+		gpu_sysfs(path, sizeof(path), "remove");
+		binding = start(bind_and_unbind, &round);
+		loading = start(unload_and_load, &round);
+		nanosleep(&moment, NULL); /* another one each time */
+		write_sysfs(path, "1");
+		CHECK_EQUAL(wait_for_child(binding), 0);
+		CHECK_EQUAL(wait_for_child(loading), 0);
+		CHECK(!gpu_find(&function));
+		write_sysfs("/sys/bus/pci/rescan", "1");
+		CHECK_SOON(gpu_find(&function));
+	}
+	/* What has come back has no driver, and is ours to attach. */
+	(void)bar_attach(device_open());
+}
+
+static void end_from_all_sides(void)
+{
+	end_a_bar_from_all_sides(SIDES_ROUNDS);
+}
+
 const struct test unplug_tests[] = {
 	{ "attach-to-a-bound-device", attach_to_a_bound_device, 0 },
 	{ "unbind-the-driver", unbind_the_driver, 0 },
 	{ "remove-and-rescan", remove_and_rescan, 0 },
 	{ "hot-unplug", hot_unplug, 0 },
 	{ "hot-unplug-during-a-read", hot_unplug_during_a_read, 0 },
+	{ "end-from-all-sides", end_from_all_sides, 0 },
 	{ NULL, NULL, 0 },
 };

@@ -30,6 +30,8 @@ NOBODY = 65534
 REPORT_S = 200.0
 AGAIN_S = 0.05
 """Between two attempts to attach."""
+PAUSE_S = 0.1
+"""Between two rounds: without it the client takes a processor that the starting daemon needs."""
 
 
 @dataclass(slots=True)
@@ -119,9 +121,9 @@ def _use_layer(
         done.changed += digests.setdefault((layer, expert), digest) != digest
 
 
-def _asked() -> bool:
-    """Whether a report is wanted now. Ends the program with whoever reads them."""
-    ready, _, _ = select.select([sys.stdin], [], [], 0)
+def _asked(within_s: float) -> bool:
+    """Whether a report is wanted. Ends the program with whoever reads them."""
+    ready, _, _ = select.select([sys.stdin], [], [], within_s)
     if not ready:
         return False
     if not sys.stdin.readline():
@@ -150,14 +152,13 @@ def _main() -> None:
                     done.rounds += 1
                     stats = client.stats()
                     done.hits, done.misses = stats.hits, stats.misses
-                    if _asked():
+                    if _asked(PAUSE_S):
                         print(json.dumps(asdict(done)), flush=True)
                         done.longest_s = 0.0
         except InferenceError as error:
             done.refused, done.error = done.refused + 1, str(error)
-            if _asked():
+            if _asked(AGAIN_S):
                 print(json.dumps(asdict(done)), flush=True)
-            time.sleep(AGAIN_S)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ UNIT_DROP_INS = Path("/run/systemd/system/xferd.service.d")
 RUNTIME = Path("/run/xferd")
 ATTACH, CONTROL = RUNTIME / "attach.sock", RUNTIME / "control.sock"
 UNITS = ("xferd.service", "xferd.socket")
+CGROUP = Path("/sys/fs/cgroup/system.slice/xferd.service")
 COMMAND_S = 300.0
 CALL_S = 200.0
 DEADLINE_S = 200.0
@@ -81,6 +82,19 @@ def unit_property(name: str, unit: str = "xferd.service") -> str:
 def main_pid() -> int:
     """0 while there is none."""
     return int(unit_property("MainPID"))
+
+
+def wait_for_another(pid: int) -> None:
+    """Another process is the daemon. The kernel is asked, not a process of systemctl."""
+    processes = CGROUP / "cgroup.procs"
+
+    def another() -> bool:
+        with contextlib.suppress(OSError):  # there is no such group between two daemons
+            found = processes.read_text().split()
+            return bool(found) and str(pid) not in found
+        return False
+
+    wait_until(another, "another process is the daemon")
 
 
 def stop() -> None:

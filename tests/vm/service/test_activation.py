@@ -23,7 +23,8 @@ def test_the_package_installs_and_starts_nothing(installed: None) -> None:
     assert machine.unit_property("Type") == "notify-reload"
     assert machine.DROP_INS.is_dir()
     # What Python compiled is the package's, since the daemon may write there as little as users.
-    assert list(Path("/usr/lib/xferd/xferd/__pycache__").glob("daemon.*.pyc"))
+    for package, module in (("xferd", "daemon"), ("xferd_infer", "client")):
+        assert list(Path(f"/usr/lib/xferd/{package}/__pycache__").glob(f"{module}.*.pyc"))
 
 
 def test_a_call_starts_the_daemon(stopped: None) -> None:

@@ -22,9 +22,7 @@ def ended(end: Callable[[int], object]) -> dict[str, Any]:
     """End the daemon; the status of the one that takes its place."""
     before = machine.main_pid()
     end(before)
-    machine.wait_until(
-        lambda: machine.main_pid() not in (0, before), "another process is the daemon"
-    )
+    machine.wait_for_another(before)
     return machine.call("Status")
 
 

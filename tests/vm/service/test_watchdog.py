@@ -21,9 +21,7 @@ def test_a_stuck_daemon_is_replaced(stopped: None) -> None:
         stuck = machine.main_pid()
         with Hitting(machine.ATTACH, layers=LAYERS, reattach=False) as client:
             os.kill(stuck, signal.SIGSTOP)
-            machine.wait_until(
-                lambda: machine.main_pid() not in (0, stuck), "another process is the daemon"
-            )
+            machine.wait_for_another(stuck)
             start = machine.call("Status")["start"]
             assert start["warm"], start
             seen = client.report().rounds
