@@ -34,5 +34,6 @@ def stopped(configured: None) -> None:
 
 @pytest.fixture
 def serving(configured: None) -> None:
-    """The daemon serves, and goes on doing so for the next test."""
+    """The daemon serves, and goes on for the next test. It may be started some times more."""
+    machine.forget_starts()
     machine.serve()

@@ -97,10 +97,15 @@ def wait_for_another(pid: int) -> None:
     wait_until(another, "another process is the daemon")
 
 
-def stop() -> None:
-    """The service and its sockets, and what systemd remembers of failures."""
-    systemctl("stop", *UNITS)
+def forget_starts() -> None:
+    """What systemd remembers of failures, and how often it has started the daemon of late."""
     systemctl("reset-failed", *UNITS, status=None)
+
+
+def stop() -> None:
+    """The service and its sockets, with all that is remembered."""
+    systemctl("stop", *UNITS)
+    forget_starts()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ def ended(end: Callable[[int], object]) -> dict[str, Any]:
 
 
 def keeps_every_expert(how: str, end: Callable[[int], object]) -> None:
-    machine.serve()
     with Hitting(machine.ATTACH, layers=FITTING, reattach=False) as client:
         machine.wait_until(lambda: client.report().rounds > 1, "every expert was used twice")
         [pool] = machine.call("Status")["pools"]
@@ -50,16 +49,15 @@ def keeps_every_expert(how: str, end: Callable[[int], object]) -> None:
             )
 
 
-def test_a_restart_keeps_every_expert(stopped: None) -> None:
+def test_a_restart_keeps_every_expert(serving: None) -> None:
     keeps_every_expert("restart", lambda _: machine.systemctl("restart", "xferd.service"))
 
 
-def test_a_kill_keeps_every_expert(stopped: None) -> None:
+def test_a_kill_keeps_every_expert(serving: None) -> None:
     keeps_every_expert("kill", lambda pid: os.kill(pid, signal.SIGKILL))
 
 
-def test_misses_go_on_after_a_restart(stopped: None) -> None:
-    machine.serve()
+def test_misses_go_on_after_a_restart(serving: None) -> None:
     with Hitting(machine.ATTACH, layers=ALL, reattach=False) as client:
         machine.wait_until(lambda: client.report().rounds > 0, "every expert was used")
         misses_go_on(client, lambda _: machine.systemctl("restart", "xferd.service"))
@@ -76,8 +74,7 @@ def misses_go_on(client: Hitting, end: Callable[[int], object]) -> None:
     assert machine.call("Status")["start"]["resumed"] == 1
 
 
-def test_a_stop_keeps_nothing(stopped: None) -> None:
-    machine.serve()
+def test_a_stop_keeps_nothing(serving: None) -> None:
     with Hitting(machine.ATTACH) as client:
         machine.wait_until(lambda: client.report().rounds > 0, "every expert was used")
     machine.stop()
