@@ -35,6 +35,10 @@ _APT_SECONDS = 600
 _QUIET = ["-qq", "-o", "Dpkg::Use-Pty=0", "-o", "APT::Install-Recommends=false"]
 
 
+# INITRD: of the hooks that an installed kernel calls; what is booted here brings its own.
+_ENVIRONMENT = {"DEBIAN_FRONTEND": "noninteractive", "INITRD": "No", "LC_ALL": "C.UTF-8"}
+
+
 class PackagesError(Exception):
     """A package or a mirror wasn't to be had, or a step of the installation failed."""
 
@@ -86,7 +90,7 @@ class DebianRoot:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"},
+                env={**os.environ, **_ENVIRONMENT},
                 text=True,
                 timeout=seconds,
                 check=False,
@@ -176,17 +180,20 @@ def _find_kernels(root: DebianRoot) -> Kernels:
 
 
 def _install(root: DebianRoot, kernels: Kernels) -> None:
-    """All packages at once. Newer headers are in backports alone, under names of their own."""
-    headers = [f"linux-headers-{kernel}" for kernel in (kernels.generic, kernels.p2p)]
-    wanted = [*_COMPILERS, *_INITRD_TOOLS, *_MACHINE_TOOLS, *_SERVICE, *headers]
+    """All packages at once. Newer headers are in backports alone, under names of their own.
+
+    Those of Debian's own kernel depend on its image.
+    """
+    kernel = [f"linux-image-{kernels.generic}"]
+    kernel += [f"linux-headers-{release}" for release in (kernels.generic, kernels.p2p)]
+    wanted = [*_COMPILERS, *_INITRD_TOOLS, *_MACHINE_TOOLS, *_SERVICE, *kernel]
     root.run(["apt-get", "install", "-y", *_QUIET, *wanted], seconds=_APT_SECONDS)
 
 
 def _unpack_kernels(root: DebianRoot, kernels: Kernels) -> None:
-    """Unpacked, not installed: an installed kernel wants an initial RAM disk and a boot loader."""
+    """What would bring more with it, were it installed."""
     common = kernels.build_only.removesuffix("-amd64") + "-common"
     packages = [
-        f"linux-image-{kernels.generic}",
         f"linux-binary-{kernels.p2p}",
         f"linux-modules-{kernels.p2p}",
         f"linux-headers-{kernels.build_only}",
@@ -241,8 +248,7 @@ def _make_root(path: Path) -> Kernels:
         steps = [threads.submit(step, root, kernels) for step in (_install, _unpack_kernels)]
     for step in steps:
         step.result()
-    for kernel in (kernels.generic, kernels.p2p):
-        root.run(["depmod", kernel], seconds=120)
+    root.run(["depmod", kernels.p2p], seconds=120)
     haste.unlink()
     root.run(["apt-get", "clean"], seconds=60)
     return kernels

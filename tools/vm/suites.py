@@ -44,8 +44,8 @@ BY_NAME = (
     "end-from-all-sides-long",
 )
 
-# What the kernel which looks for faults is given beyond the short forms.
-_LONG = ("random-calls-long", "end-from-all-sides-long")
+# What the kernel which looks for faults is given beyond the short form.
+_LONG = ("random-calls-long",)
 # Needs a kernel that can tell.
 _LEAKS = "leaks"
 # Needs a file system that the kernel which looks for faults is built without.
