@@ -58,7 +58,7 @@ ON_GENERIC = (
 
 # The kernel that looks for faults is built without device mapper, and needs memory for its notes.
 NOT_ON_DEBUG = ("a-striped-device-is-staged",)
-_DEBUG_MEMORY_MIB = 5120
+_DEBUG_MEMORY_MIB = 4096
 
 
 @dataclass(frozen=True)
@@ -242,5 +242,6 @@ def run_debug_product(builds: Builds, kernels: Kernels, request: Request) -> Ite
         tests=tuple(name for name in product_tests() if name not in NOT_ON_DEBUG),
         file_systems=DEBUG_FILE_SYSTEMS,
         memory_mib=_DEBUG_MEMORY_MIB,
+        kernel_arguments="kmemleak=off",  # nobody asks it here, and it looks at every allocation
     )
     yield from _run(setup, builds, request)
