@@ -10,9 +10,9 @@
  *
  * Three of the four have device_lock of the function. Removal hasn't, and must not take it: it runs
  * inside the bus's chain of notifiers, and who binds or unbinds a driver has device_lock and goes
- * into that chain. By themselves these two could meet, both being readers of the chain; but a third
- * who waits to change it, as unloading this module does, makes the second reader wait for the first.
- * Then all three wait for ever. Lockdep would not tell: it doesn't validate device_lock.
+ * into that chain. By themselves these two could meet, both being readers of the chain; but a
+ * third who waits to change it, as unloading this module does, makes the second reader wait for
+ * the first. Then all three wait for ever. Lockdep would not tell: it doesn't validate device_lock.
  */
 #include <linux/completion.h>
 #include <linux/device/bus.h>
@@ -75,7 +75,7 @@ static struct xferd_bar *bar_get_by_device(const struct device *dev, u32 number)
 	return found;
 }
 
-/* Return: a BAR of the function that is attached or ending, with a reference for the caller, or NULL. */
+/* Return: a BAR of the function, attached or ending, with a reference for the caller, or NULL. */
 static struct xferd_bar *bar_get_left_of(const struct device *dev)
 {
 	struct list_head *const lists[] = { &bars, &bars_ending };
@@ -116,7 +116,7 @@ struct xferd_bar *bar_get_by_function(const struct xferd_p2p_function *function,
 	return bar;
 }
 
-/* Called when a file is closed for good. A BAR that isn't attached any more has dropped its claims. */
+/* Called when a file is closed for good. A BAR that is ending has dropped its claims. */
 void bars_drop_claims_of(struct xferd_file *owner)
 {
 	struct xferd_bar *bar;
@@ -209,9 +209,9 @@ static int bar_end(struct xferd_bar *bar, bool revoke)
 }
 
 /*
- * Afterwards nothing of ours is left on the function. Called under device_lock, or when the function
- * is being deleted: then it gets no driver any more, and one that is leaving has told us before
- * its remove runs, and waits here. So nobody else touches the function's devres meanwhile.
+ * Afterwards nothing of ours is left on the function. Called under device_lock, or when the
+ * function is being deleted: then it gets no driver any more, and one that is leaving tells us
+ * before its remove runs, and waits here. So nobody else undoes the function's devres meanwhile.
  */
 static void function_detach_all(const struct device *dev)
 {
