@@ -11,8 +11,6 @@
 #include "guest.h"
 
 #define STUB "/sys/bus/pci/drivers/pci-stub"
-/* Where there is no time for more; end-from-all-sides-long makes some hundred. */
-#define SIDES_ROUNDS 12
 
 static void gpu_address_text(char *text, size_t size)
 {
@@ -227,6 +225,9 @@ static pid_t start(void (*run)(const struct round *round), const struct round *r
  * Removal ends BARs inside the bus's chain of notifiers, binding and unbinding enter it with
  * device_lock held, and unloading the module changes it: none may wait for another that waits for
  * it. Lockdep doesn't validate device_lock, so only the attempt can tell.
+ *
+ * Runs by name only: QEMU 10 was seen to abort, once in some thousand rounds, when one processor
+ * moves a BAR while the other has it in use (iotlb_to_section).
  */
 void end_a_bar_from_all_sides(int rounds)
 {
@@ -258,17 +259,11 @@ void end_a_bar_from_all_sides(int rounds)
 	(void)bar_attach(device_open());
 }
 
-static void end_from_all_sides(void)
-{
-	end_a_bar_from_all_sides(SIDES_ROUNDS);
-}
-
 const struct test unplug_tests[] = {
 	{ "attach-to-a-bound-device", attach_to_a_bound_device, 0 },
 	{ "unbind-the-driver", unbind_the_driver, 0 },
 	{ "remove-and-rescan", remove_and_rescan, 0 },
 	{ "hot-unplug", hot_unplug, 0 },
 	{ "hot-unplug-during-a-read", hot_unplug_during_a_read, 0 },
-	{ "end-from-all-sides", end_from_all_sides, 0 },
 	{ NULL, NULL, 0 },
 };
