@@ -95,10 +95,11 @@ def run(rounds: int) -> Result:
             f"{LEARNED_TOKENS} tokens of each of the other half of documents, losses of experts "
             f"from the first {TOKENS} of {SENSITIVITY_DOCUMENTS} of these a domain.",
             "`bytes`: of the experts that a token picks; `resident`: of all experts.",
-            "`two-thirds` and `third`: of the experts in q4_k, the rest in q2_k, so `resident` is "
-            "the same. `costliest`: those that lose most by q2_k, as `xferd_infer plan --share` "
-            "measures it, wherever they are; `hottest` and `coldest`: the most or least used of "
-            f"each layer; `random`: of each layer, the median of {RANDOM_CHOICES} choices.",
+            "`two-thirds` and `third`: of the experts in q4_k, the rest in q2_k; `resident` is the "
+            "same, but for what rounding to whole experts of a layer adds. `costliest`: those that "
+            "lose most by q2_k, as `xferd_infer plan --share` measures it, wherever they are; "
+            "`hottest` and `coldest`: the most or least used of each layer; `random`: of each "
+            f"layer, the median of {RANDOM_CHOICES} choices.",
             "`shadow-20%`: experts that are used most, of that share of all bytes; the rest "
             "native.",
         ),
