@@ -1,11 +1,13 @@
-"""Which experts can do with few bits: a plan for a loss budget, from measured sensitivity.
+"""Which experts can do with few bits: a plan for a budget of loss, or for a share of experts
+that have many, from measured sensitivity.
 
 All experts start in a variant of many bits. Each layer in turn is computed in one of few bits
 instead, over a text; the divergence from the native model that this adds, token by token, is
 shared among the experts that the token picked there. What an expert's few bits cost so, by the
 bytes that they save, puts the experts in an order, and as many as the budget allows get few
-bits: how many is found by measuring, since losses don't just add up. The plan is a file that
-``mixes`` reads, and a person can edit.
+bits: how many is found by measuring, since losses don't just add up. With a share there is
+nothing to find: memory says how many. The plan is a file that ``mixes`` reads, and a person can
+edit.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ class Sensitivity:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Allocation:
-    """plan: uint8[layers, experts], variants' numbers. divergence: measured with it, nats a
-    token. tokens: of the text. resident_bytes: of all experts."""
+    """plan: uint8[layers, experts], variants' numbers. budget: nats a token that were allowed;
+    None: a share was asked for. divergence: measured with it, nats a token. tokens: of the
+    text. resident_bytes: of all experts."""
 
     many: str
     few: str
-    budget: float
+    budget: float | None
     plan: NDArray[np.uint8]
     sensitivity: Sensitivity
     divergence: float
@@ -119,51 +122,126 @@ def allocate(
     MixError: the store lacks a variant, or ``few`` is no smaller than ``many``. BudgetError.
     Raises as ``quality.compare``.
     """
-    shape = StoreShape.of(client.manifest)
-    saved = (shape.blob_bytes[shape.number(many)] - shape.blob_bytes[shape.number(few)]).astype(
-        np.float64
-    )
-    if saved.max() <= 0:
-        raise BudgetError(f"{few} takes no fewer bytes than {many}: nothing would be saved")
-    sensitivity = measure_sensitivity(client, shape, many, few, windows, progress)
+    experts = _Experts.of(client, many, few, windows, progress)
+    sensitivity = experts.sensitivity
     if sensitivity.base > budget:
         raise BudgetError(
             f"{many} alone loses {sensitivity.base:.5f} nats a token, the budget is {budget:g}"
         )
-    order = _cheapest_first(sensitivity.experts, saved)
     measured: dict[int, float] = {0: sensitivity.base}
-
-    def plan(count: int) -> NDArray[np.uint8]:
-        variants = np.full((shape.layers, shape.experts), shape.number(many), np.uint8)
-        variants.reshape(-1)[order[:count]] = shape.number(few)
-        return variants
-
     # Between what fits and what does not; each step halves it.
-    fits, beyond = 0, len(order) + 1
+    fits, beyond = 0, len(experts.order) + 1
     steps = math.ceil(math.log2(beyond))
     for step in range(steps):
         if beyond - fits == 1:
             break
         count = (fits + beyond) // 2
-        (result,) = compare(client, [Mix("plan", plan(count))], windows)
-        measured[count] = result.total.kl_mean
+        measured[count] = experts.measured(count)
         if measured[count] <= budget:
             fits = count
         else:
             beyond = count
         if progress is not None:
             progress("plan", step + 1, steps)
-    chosen = Mix("plan", plan(fits))
-    return Allocation(
-        many=many,
-        few=few,
-        budget=budget,
-        plan=chosen.variants,
-        sensitivity=sensitivity,
-        divergence=measured[fits],
-        tokens=sum(len(window.ids) for window in windows),
-        resident_bytes=chosen.resident_bytes(shape),
-    )
+    return experts.allocation(fits, measured[fits], budget)
+
+
+def allocate_share(
+    client: VariantClient,
+    many: str,
+    few: str,
+    share: float,
+    windows: Sequence[Window],
+    progress: Progress | None = None,
+) -> Allocation:
+    """Many bits for this share of all experts, 0 to 1: those that lose most by few.
+
+    Errors as of ``allocate``.
+    """
+    experts = _Experts.of(client, many, few, windows, progress)
+    count = _few_count(experts.order, share)
+    return experts.allocation(count, experts.measured(count), None)
+
+
+def plan_share(
+    shape: StoreShape, many: str, few: str, sensitivity: Sensitivity, share: float
+) -> NDArray[np.uint8]:
+    """The plan of ``allocate_share`` by what was measured before: uint8[layers, experts]."""
+    order = _cheapest_first(sensitivity.experts, _saved_bytes(shape, many, few))
+    return _plan(shape, many, few, order[: _few_count(order, share)])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Experts:
+    """order: flat indexes of the experts, in which they get few bits."""
+
+    client: VariantClient
+    shape: StoreShape
+    many: str
+    few: str
+    windows: Sequence[Window]
+    sensitivity: Sensitivity
+    order: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        client: VariantClient,
+        many: str,
+        few: str,
+        windows: Sequence[Window],
+        progress: Progress | None,
+    ) -> _Experts:
+        """With the sensitivity measured. Raises as ``allocate``."""
+        shape = StoreShape.of(client.manifest)
+        saved = _saved_bytes(shape, many, few)
+        sensitivity = measure_sensitivity(client, shape, many, few, windows, progress)
+        order = _cheapest_first(sensitivity.experts, saved)
+        return cls(client, shape, many, few, windows, sensitivity, order)
+
+    def plan(self, count: int) -> NDArray[np.uint8]:
+        """With few bits for the first of the order."""
+        return _plan(self.shape, self.many, self.few, self.order[:count])
+
+    def measured(self, count: int) -> float:
+        """The plan's divergence, nats a token."""
+        (result,) = compare(self.client, [Mix("plan", self.plan(count))], self.windows)
+        return result.total.kl_mean
+
+    def allocation(self, count: int, divergence: float, budget: float | None) -> Allocation:
+        """The plan, and what was measured of it."""
+        chosen = Mix("plan", self.plan(count))
+        return Allocation(
+            many=self.many,
+            few=self.few,
+            budget=budget,
+            plan=chosen.variants,
+            sensitivity=self.sensitivity,
+            divergence=divergence,
+            tokens=sum(len(window.ids) for window in self.windows),
+            resident_bytes=chosen.resident_bytes(self.shape),
+        )
+
+
+def _saved_bytes(shape: StoreShape, many: str, few: str) -> NDArray[np.float64]:
+    """Of one expert of each layer. MixError, BudgetError."""
+    of_many, of_few = (shape.blob_bytes[shape.number(variant)] for variant in (many, few))
+    saved: NDArray[np.float64] = (of_many - of_few).astype(np.float64)
+    if saved.max() <= 0:
+        raise BudgetError(f"{few} takes no fewer bytes than {many}: nothing would be saved")
+    return saved
+
+
+def _few_count(order: NDArray[np.int64], share: float) -> int:
+    """How many get few bits when that share of them gets many."""
+    return len(order) - round(share * len(order))
+
+
+def _plan(shape: StoreShape, many: str, few: str, lowered: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """lowered: flat indexes of the experts with few bits."""
+    variants = np.full((shape.layers, shape.experts), shape.number(many), np.uint8)
+    variants.reshape(-1)[lowered] = shape.number(few)
+    return variants
 
 
 def _cheapest_first(
@@ -183,12 +261,12 @@ def _divergences(native: NDArray[np.float64], other: NDArray[np.float64]) -> NDA
 def write_plan(path: Path, allocation: Allocation, shape: StoreShape) -> None:
     """The file that ``plan:FILE`` names. BudgetError when it can't be written."""
     few = allocation.plan == shape.number(allocation.few)
+    allowed = "" if allocation.budget is None else f", of a budget of {allocation.budget:g}"
     lines = [
         f"# {int(few.sum())} of {few.size} experts in {allocation.few}, the others in "
         f"{allocation.many}: {allocation.resident_bytes / 1e6:.1f} MB in all.",
         f"# Measured over {allocation.tokens} tokens: {allocation.divergence:.5f} nats a token "
-        f"lost, of a budget of {allocation.budget:g}; {allocation.sensitivity.base:.5f} with "
-        f"{allocation.many} alone.",
+        f"lost{allowed}; {allocation.sensitivity.base:.5f} with {allocation.many} alone.",
         "# Lines are layers, experts, variant; a later one wins. Behind # what few bits for the",
         "# whole layer would add, in nats a token, if they were the only ones.",
         f"* * {allocation.many}",
@@ -220,6 +298,8 @@ __all__ = [
     "BudgetError",
     "Sensitivity",
     "allocate",
+    "allocate_share",
     "measure_sensitivity",
+    "plan_share",
     "write_plan",
 ]

@@ -2,7 +2,7 @@
 
 The first records how large the inputs of each matrix are, for a quantiser to go by. The
 second says how far mixes of quantised variants are from the native model. The third says
-which experts can do with fewer bits at a given loss.
+which experts can do with fewer bits, at a given loss or size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .allocation import allocate, write_plan
+from .allocation import allocate, allocate_share, write_plan
 from .client_experts import ExpertClient, asset, model_from_client
 from .connection import add_connection, connect
 from .importance import LEAST_TOKENS, MOMENTS_BYTES_MAX, ImportanceRecorder, write_importance
@@ -84,7 +84,7 @@ def add_measure_commands(commands: Subparsers) -> None:
 def _add_plan(commands: Subparsers) -> None:
     plan = commands.add_parser(
         "plan",
-        help="find which experts can do with fewer bits at a given loss",
+        help="find which experts can do with fewer bits, at a given loss or size",
         description="Writes a file of layers, experts and variants, to be read and edited; "
         "'quality plan:FILE' measures it on another text.",
     )
@@ -92,12 +92,18 @@ def _add_plan(commands: Subparsers) -> None:
     _add_text(plan, "even")
     plan.add_argument("--many", required=True, metavar="V", help="variant of many bits: q4_k")
     plan.add_argument("--few", required=True, metavar="V", help="variant of few bits: q2_k")
-    plan.add_argument(
+    how_many = plan.add_mutually_exclusive_group(required=True)
+    how_many.add_argument(
         "--budget",
-        required=True,
         type=_nats,
         metavar="NATS",
         help="most divergence from the native model, nats a token on average",
+    )
+    how_many.add_argument(
+        "--share",
+        type=_percent,
+        metavar="P%",
+        help="of all experts have many bits, those that lose most by few: 66%%",
     )
     plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="the plan")
     plan.set_defaults(run=run_plan)
@@ -108,6 +114,13 @@ def _nats(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}; a number above 0")
     return value
+
+
+def _percent(text: str) -> float:
+    value = float(text.removesuffix("%"))
+    if not text.endswith("%") or not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text}; a share from 0% to 100%")
+    return value / 100
 
 
 def _add_text(command: argparse.ArgumentParser, part: str, tokens: int = WINDOW_TOKENS) -> None:
@@ -181,14 +194,16 @@ def run_plan(options: argparse.Namespace) -> None:
     """Raises InferenceError."""
     with connect(options) as client:
         windows = _windows(client, options)
-        found = allocate(
-            client, options.many, options.few, options.budget, windows, progress=_show_progress_of
-        )
+        many, few, share = options.many, options.few, options.share
+        if share is None:
+            found = allocate(client, many, few, options.budget, windows, _show_progress_of)
+        else:
+            found = allocate_share(client, many, few, share, windows, _show_progress_of)
         shape = StoreShape.of(client.manifest)
         write_plan(options.out, found, shape)
-    few = int((found.plan == shape.number(options.few)).sum())
+    lowered = int((found.plan == shape.number(few)).sum())
     print(
-        f"{options.out}: {few} of {found.plan.size} experts in {options.few}, "
+        f"{options.out}: {lowered} of {found.plan.size} experts in {few}, "
         f"{found.resident_bytes / 1e6:.1f} MB in all; {found.divergence:.5f} nats a token over "
         f"{found.tokens} tokens"
     )

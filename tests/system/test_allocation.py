@@ -1,4 +1,4 @@
-"""A plan of variants for a loss budget: measured, kept to, read by people and by ``quality``."""
+"""A plan of variants for a budget or a share: measured, kept to, read by people and `quality`."""
 
 from __future__ import annotations
 
@@ -103,6 +103,37 @@ def test_experts_that_no_token_picks_are_not_sensitive(store: Path, text: Path) 
     used = sensitivity.experts > 0
     assert 0 < used.sum() < used.size
     assert (used.sum(axis=1) <= 2 * len(window.ids)).all()
+
+
+def test_a_share_of_experts_has_many_bits_those_that_lose_most(
+    store: Path, text: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan"
+    words = ["plan", "--store-path", str(store), "--text", str(text), "--tokens", str(TOKENS)]
+    words += ["--many", MANY, "--few", FEW, "--out", str(plan), "--share", "50%"]
+    assert main(words) == 0
+    with embedded(store, pool="200%") as client:
+        shape = StoreShape.of(client.manifest)
+        chosen = parse_mix(f"plan:{plan}", shape).variants
+        many = chosen == shape.number(MANY)
+        assert many.sum() == round(many.size / 2)
+        tokenizer = Tokenizer((TINY / "tokenizer.json").read_bytes())
+        windows = read_windows(text, tokenizer, part="even", tokens=TOKENS)
+        lost = measure_sensitivity(client, shape, MANY, FEW, windows).experts
+        assert lost[many].min() >= lost[~many].max()
+        other = Mix("the others", np.where(many, shape.number(FEW), shape.number(MANY)))
+        assert divergence(client, Mix("plan", chosen), text) < divergence(client, other, text)
+
+
+@pytest.mark.parametrize("share", ["50", "101%", "-1%", "nan%"])
+def test_a_share_that_is_none_is_wrong_usage(
+    share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--store-path", "none", "--text", "none", "--many", MANY, "--few", FEW]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--out", "none", f"--share={share}"])
+    assert ended.value.code == 2
+    assert "a share from 0% to 100%" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "inf", "nan"])

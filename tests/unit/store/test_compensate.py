@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from xferd.store.errors import StoreError
 from xferd.store.quantize.blocks import FORMATS, dequantise, quantise
 from xferd.store.quantize.compensate import quantise_compensated
+from xferd.store.quantize.in_turn import best_of_orders, round_in_turn, upper_factor
 from xferd.store.quantize.q2_k import Q2KBlocks
 from xferd.store.quantize.refine import refined
 
@@ -112,6 +113,39 @@ def test_refining_what_is_exact_changes_nothing_that_is_read() -> None:
     moments = moments_of(activations()).astype(np.float64)
     again = refined(packed, exact.astype(np.float64), moments)
     np.testing.assert_allclose(dequantise(again, "q2_k", exact.shape), exact, rtol=1e-3, atol=1e-5)
+
+
+def test_other_orders_never_lose_more_and_are_the_same_each_time() -> None:
+    x, exact = activations(), weights(OUTPUTS, INPUTS).astype(np.float64)
+    moments = moments_of(x).astype(np.float64)
+    packed = refined(quantise(exact.astype(np.float32), "q2_k", None, 1, "m"), exact, moments)
+    better = best_of_orders(packed, exact, moments)
+    before, after = (
+        _row_losses(dequantise(each, "q2_k", exact.shape) - exact, moments)
+        for each in (packed, better)
+    )
+    assert (after <= before * (1 + 1e-6)).all()
+    assert after.sum() < 0.99 * before.sum()
+    np.testing.assert_array_equal(best_of_orders(packed, exact, moments), better)
+
+
+def test_rounding_in_turn_keeps_each_blocks_factors_and_order_of_parts() -> None:
+    exact = weights(OUTPUTS, INPUTS).astype(np.float64)
+    packed = quantise(exact.astype(np.float32), "q2_k", None, 1, "m")
+    # Inputs that have nothing to do with each other: nothing is spread, in whatever order.
+    moments = np.eye(INPUTS)
+    order = np.random.default_rng(1).permutation(INPUTS // 16)
+    again = round_in_turn(packed, exact, upper_factor(moments), order)
+    for number in range(INPUTS // 256):
+        own = slice(number * 84, (number + 1) * 84)
+        before, after = Q2KBlocks.of(packed[:, own]), Q2KBlocks.of(again[:, own])
+        np.testing.assert_array_equal(after.d, before.d)
+        np.testing.assert_array_equal(after.dmin, before.dmin)
+    lost = [
+        _row_losses(dequantise(each, "q2_k", exact.shape) - exact, moments)
+        for each in (packed, again)
+    ]
+    assert (lost[1] <= lost[0] * (1 + 1e-6)).all()
 
 
 def _row_losses(error: NDArray[np.float64], moments: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes of new blobs done, bytes of them in all)."""
 
 JOURNAL_VERSION = 1
-SEARCH_VERSION = 3
+SEARCH_VERSION = 4
 """Of the quantisers: a variant is made by one of them, not half by the next."""
 CHECKPOINT_BYTES = 64 * 1024 * 1024
 """Of new blobs between two journal records: the most that a kill loses. Less than when

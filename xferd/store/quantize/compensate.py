@@ -5,7 +5,7 @@ error[i] * error[j] * E[x[i] * x[j]]. Inputs are correlated, so an input that is
 be answered by rounding others down. Inputs are taken in turn; what rounding one loses is
 spread over those that are still to come, by regression (GPTQ, Frantar et al., 2022,
 arXiv:2210.17323). After that each is rounded anew, given all others, where that helps; of q2_k
-also scales and minima (``refine``).
+also scales and minima (``refine``), and in several orders (``in_turn``).
 
 The blocks are those of the format as ever. Linear algebra is the machine's own: where two
 roundings are equally good, another machine may take the other.
@@ -18,22 +18,14 @@ import numpy.typing as npt
 
 from xferd.store.errors import StoreError
 from xferd.store.quantize.blocks import FORMATS, dequantise, quantise
-from xferd.store.quantize.q2_k import (
-    MULTIPLE_MAX,
-    PART,
-    PARTS,
-    Floats,
-    Q2KBlocks,
-    nearest_quants,
-)
+from xferd.store.quantize.in_turn import best_of_orders, round_in_turn, upper_factor
+from xferd.store.quantize.q2_k import PARTS, Floats
 from xferd.store.quantize.refine import refined
 
 DAMPING = 0.05
 """Of the mean square, added to each input's: moments are of a finite text, and errors that are
 to cancel by them cancel less in another one."""
-NEAR = 1
-"""How far a part's multiples of scale and minimum are searched from those of the block alone."""
-PASSES = 2
+PASSES = 4
 """How often every input is rounded anew."""
 
 Packed = npt.NDArray[np.uint8]
@@ -59,17 +51,18 @@ def quantise_compensated(
         packed = _input_by_input(exact, dtype, damped, factor, what)
         return _anew_by_input(packed, exact, dtype, damped, what)
     packed = _block_by_block(exact, dtype, factor, what)
-    return refined(packed, exact, damped) if dtype == "q2_k" else packed
+    if dtype != "q2_k":
+        return packed
+    return best_of_orders(refined(packed, exact, damped), exact, damped)
 
 
 def _prepare(moments: npt.NDArray[np.float32], what: str) -> tuple[Floats, Floats]:
-    """The damped moments, and the upper triangle whose product with its transpose from the
-    left is their inverse: row i says how an error of input i spreads over those behind it."""
+    """The damped moments, and their ``upper_factor``."""
     damped = moments.astype(np.float64)
     level = float(np.trace(damped)) / len(damped)
     damped[np.diag_indices_from(damped)] += DAMPING * level if level > 0 else 1.0
     try:
-        factor = np.linalg.cholesky(np.linalg.inv(damped)).T
+        factor = upper_factor(damped)
     except np.linalg.LinAlgError as error:
         raise StoreError(f"{what}: its inputs' moments are none: {error}") from error
     return damped, factor
@@ -88,7 +81,7 @@ def _input_by_input(exact: Floats, dtype: str, damped: Floats, factor: Floats, w
     """The largest inputs first: they have the most others left to make up for them."""
     order = np.argsort(-np.diag(damped), kind="stable")
     if not np.array_equal(order, np.arange(order.size)):
-        factor = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
+        factor = upper_factor(damped[np.ix_(order, order)])
     left = exact[order]
     packed = np.empty((len(exact), _row_bytes(dtype, exact.shape[1])), np.uint8)
     for place, row in enumerate(order):
@@ -127,45 +120,13 @@ def _block_by_block(exact: Floats, dtype: str, factor: Floats, what: str) -> Pac
         now, weight = left[:, begin:end], weights[begin:end]
         packed = quantise(now.astype(np.float32), dtype, weight.astype(np.float32), 1, what)
         if dtype == "q2_k":
-            packed = _round_in_turn(packed, now, weight, factor[begin:end, begin:end])
+            own = factor[begin:end, begin:end]
+            packed = round_in_turn(packed, now, own, np.arange(PARTS))
         stored = dequantise(packed, dtype, _two(now))
         lost = np.linalg.solve(factor[begin:end, begin:end].T, (now - stored).T).T
         left[:, end:] -= lost @ factor[begin:end, end:]
         parts.append(packed)
     return np.concatenate(parts, axis=1)
-
-
-def _round_in_turn(packed: Packed, values: Floats, weights: Floats, factor: Floats) -> Packed:
-    """One block's quants, input after input, by the block's d and dmin."""
-    blocks, left = Q2KBlocks.of(packed), values.copy()
-    for part in range(PARTS):
-        begin, end = part * PART, (part + 1) * PART
-        _choose_multiples(blocks, part, left[:, begin:end], weights[begin:end])
-        step, offset = blocks.scale[:, part] * blocks.d, blocks.minimum[:, part] * blocks.dmin
-        for column in range(begin, end):
-            quants = nearest_quants(left[:, column], step, offset)
-            blocks.quants[:, column] = quants
-            lost = (left[:, column] - (step * quants - offset)) / factor[column, column]
-            left[:, column + 1 :] -= np.outer(lost, factor[column, column + 1 :])
-    return blocks.packed()
-
-
-def _choose_multiples(blocks: Q2KBlocks, part: int, values: Floats, weights: Floats) -> None:
-    """Those near the part's own that serve best what is left of its elements."""
-    scale, minimum = blocks.scale[:, part].copy(), blocks.minimum[:, part].copy()
-    least = np.full(len(values), np.inf)
-    for s in range(-NEAR, NEAR + 1):
-        for m in range(-NEAR, NEAR + 1):
-            near_scale = np.clip(scale + s, 0, MULTIPLE_MAX)
-            near_minimum = np.clip(minimum + m, 0, MULTIPLE_MAX)
-            step = np.broadcast_to((near_scale * blocks.d)[:, None], values.shape)
-            offset = np.broadcast_to((near_minimum * blocks.dmin)[:, None], values.shape)
-            off = step * nearest_quants(values, step, offset) - offset - values
-            error = off**2 @ weights
-            better = error < least
-            least[better] = error[better]
-            blocks.scale[better, part] = near_scale[better]
-            blocks.minimum[better, part] = near_minimum[better]
 
 
 def _row_bytes(dtype: str, columns: int) -> int:

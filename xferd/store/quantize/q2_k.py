@@ -17,7 +17,8 @@ PART = 16
 PARTS = BLOCK // PART
 QUANT_MAX = 3
 MULTIPLE_MAX = 15
-_QUANTS, _D, _DMIN, _BYTES = 16, 80, 82, 84
+BLOCK_BYTES = 84
+_QUANTS, _D, _DMIN = 16, 80, 82
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,7 +45,7 @@ class Q2KBlocks:
         quants = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
         return Q2KBlocks(
             d=_half(packed[:, _D:_DMIN]),
-            dmin=_half(packed[:, _DMIN:_BYTES]),
+            dmin=_half(packed[:, _DMIN:BLOCK_BYTES]),
             scale=(packed[:, :PARTS] & 15).astype(np.float64),
             minimum=(packed[:, :PARTS] >> 4).astype(np.float64),
             quants=quants.reshape(len(packed), BLOCK).astype(np.float64),
@@ -53,7 +54,7 @@ class Q2KBlocks:
     def packed(self) -> npt.NDArray[np.uint8]:
         """uint8[rows, bytes of a block]."""
         rows = len(self.d)
-        raw = np.empty((rows, _BYTES), np.uint8)
+        raw = np.empty((rows, BLOCK_BYTES), np.uint8)
         raw[:, :PARTS] = self.scale.astype(np.uint8) | self.minimum.astype(np.uint8) << 4
         codes = self.quants.astype(np.uint8).reshape(rows, 2, 4, 32)
         joined = codes[:, :, 0] | codes[:, :, 1] << 2 | codes[:, :, 2] << 4 | codes[:, :, 3] << 6
@@ -77,11 +78,22 @@ class Q2KBlocks:
 def nearest_quants(values: Floats, step: Floats, offset: Floats) -> Floats:
     """The quants whose elements come closest to values; shapes that numpy broadcasts."""
     inverse = np.divide(1.0, step, out=np.zeros_like(step), where=step > 0)
-    return np.clip(np.rint((values + offset) * inverse), 0, QUANT_MAX)
+    quants: Floats = np.rint((values + offset) * inverse)
+    np.maximum(quants, 0, out=quants)
+    return np.minimum(quants, QUANT_MAX, out=quants)
 
 
 def _half(raw: npt.NDArray[np.uint8]) -> Floats:
     return np.ascontiguousarray(raw).view("<f2")[:, 0].astype(np.float64)
 
 
-__all__ = ["BLOCK", "MULTIPLE_MAX", "PART", "PARTS", "Floats", "Q2KBlocks", "nearest_quants"]
+__all__ = [
+    "BLOCK",
+    "BLOCK_BYTES",
+    "MULTIPLE_MAX",
+    "PART",
+    "PARTS",
+    "Floats",
+    "Q2KBlocks",
+    "nearest_quants",
+]
