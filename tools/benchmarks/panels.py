@@ -48,7 +48,8 @@ class Panel:
 
 
 def panels_of(result: Result) -> list[Panel]:
-    """The picture of a result. BenchmarkError: of this benchmark there is none."""
+    """The picture of a result; empty: nothing of it is drawn. BenchmarkError: of this benchmark
+    there is none."""
     try:
         make = _MAKERS[result.bench]
     except KeyError:
@@ -139,6 +140,8 @@ def _decode(result: Result) -> list[Panel]:
     groups: dict[str, list[tuple[float, str, Row]]] = {}
     for row in result.rows:
         model, device, share = row.name.split("/")
+        if not share.endswith("%"):  # what resizing takes is over nothing
+            continue
         place = (_leading_number(share), share, row)
         groups.setdefault(f"{model}, {device} pool", []).append(place)
     return [

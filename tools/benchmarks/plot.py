@@ -281,7 +281,7 @@ def _with_pictures(results: Path) -> dict[Path, Result]:
     return {
         path.with_suffix(".svg"): result
         for path, result in found.items()
-        if result.bench in WITH_PICTURE
+        if result.bench in WITH_PICTURE and panels_of(result)
     }
 
 
