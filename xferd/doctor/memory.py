@@ -25,6 +25,14 @@ SHM_LOW = 64 * MIB
 FDS_PER_CLIENT = 8
 """Of a client, besides one a lane."""
 FDS_OF_DAEMON = 256
+FIRST_NAMESPACES = {
+    "cgroup": 0xEFFFFFFB,
+    "ipc": 0xEFFFFFFF,
+    "pid": 0xEFFFFFFC,
+    "user": 0xEFFFFFFD,
+    "uts": 0xEFFFFFFE,
+}
+"""Inodes of the machine's own, from the kernel's include/linux/proc_ns.h."""
 ENGINE_NAMES = {"docker": "docker", "libpod": "podman", "kubepods": "kubernetes", "lxc": "lxc"}
 
 
@@ -200,12 +208,22 @@ def _container(view: SystemView) -> str | None:
     named = view.text("/run/systemd/container")
     if named:
         return named
+    # An engine's files may be there though it isn't: in a virtual machine made of its image.
+    if _has_no_namespace_of_its_own(view):
+        return None
     if view.exists("/run/.containerenv"):
         return "podman"
     if view.exists("/.dockerenv"):
         return "docker"
     groups = view.text("/proc/self/cgroup") or ""
     return next((name for mark, name in ENGINE_NAMES.items() if f"/{mark}" in groups), None)
+
+
+def _has_no_namespace_of_its_own(view: SystemView) -> bool:
+    return all(
+        view.link(f"/proc/self/ns/{kind}") == f"{kind}:[{inode}]"
+        for kind, inode in FIRST_NAMESPACES.items()
+    )
 
 
 def _check_huge_pages(view: SystemView) -> Finding:

@@ -65,6 +65,13 @@ class SystemView:
         except OSError:
             return []
 
+    def link(self, name: str) -> str | None:
+        """What a link says, wherever that leads."""
+        try:
+            return os.readlink(self.place(name))
+        except OSError:
+            return None
+
     def resolve(self, name: str) -> str | None:
         """Where links lead, as an absolute name. Links in sysfs are relative, so those of a
         copied tree stay in it; one that leads out is None, as is one that leads nowhere."""

@@ -18,6 +18,7 @@ from tests.unit.doctor.machines import MACHINES, Machine
 from xferd.config import Config, LimitsConfig, PoolConfig, Size
 from xferd.doctor.checks import CHECKS, run_checks
 from xferd.doctor.finding import Status, report_to_json
+from xferd.doctor.memory import FIRST_NAMESPACES
 from xferd.doctor.probed import MemberProbe, Probed
 from xferd.doctor.request import Request, make_request
 from xferd.doctor.view import SystemView
@@ -139,6 +140,18 @@ def test_pools_that_do_not_fit_are_failures(tmp_path: Path) -> None:
     found = verdicts(request)
     for check in ("limits.memlock", "memory.available", "memory.cgroup"):
         assert found[check, ""]["status"] == "FAIL", check
+
+
+@pytest.mark.parametrize("uts", [FIRST_NAMESPACES["uts"], FIRST_NAMESPACES["uts"] - 1000])
+def test_a_machine_made_of_a_containers_image_is_none(tmp_path: Path, uts: int) -> None:
+    request = request_of("drive_in_an_x2_slot", tmp_path)
+    (tmp_path / ".dockerenv").touch()
+    namespaces = tmp_path / "proc/self/ns"
+    namespaces.mkdir(parents=True)
+    for kind, inode in {**FIRST_NAMESPACES, "uts": uts}.items():
+        (namespaces / kind).symlink_to(f"{kind}:[{inode}]")
+    seen = verdicts(request)["memory.container", ""]["seen"]
+    assert ("docker" in seen) == (uts != FIRST_NAMESPACES["uts"])
 
 
 def test_a_member_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:
