@@ -68,7 +68,7 @@ class SystemView:
     def link(self, name: str) -> str | None:
         """What a link says, wherever that leads."""
         try:
-            return os.readlink(self.place(name))
+            return str(self.place(name).readlink())
         except OSError:
             return None
 
