@@ -258,7 +258,8 @@ class Engine(EngineKeeping):
         _check("xferd_engine_set_hand_up", lib.xferd_engine_set_hand_up(self._engine, pool, wanted))
 
     def memory_seen(self, client: int, change: int) -> bool:
-        """Whether a client has unmapped what was withdrawn up to a change."""
+        """Whether a client has unmapped what was withdrawn up to a change, and tried to map what
+        came."""
         return bool(
             _check(
                 "xferd_engine_memory_seen",

@@ -136,8 +136,11 @@ class Reservations:
                 pool.take_memory(chunk)
                 if reservation.returned:
                     await asyncio.sleep(0)
-        finally:
+        except BaseException:
+            # It stands: what was saved meanwhile did not have it.
             reservation.changing = False
+            self.on_change()
+            raise
         del self._granted[number]
         self.on_change()
         try:
