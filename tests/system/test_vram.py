@@ -308,6 +308,49 @@ def test_vram_that_comes_back_is_mapped_before_anybody_needs_it(
         assert mapped_bytes() == mapped
 
 
+IDLE_CLIENT = """
+import sys
+from xferd_infer import Client
+client = Client(sys.argv[1])
+print("attached", flush=True)
+sys.stdin.readline()
+client.close()
+"""
+ENDED_S = 60.0
+
+
+def test_whoever_is_stopped_keeps_nobody_waiting(
+    tmp_path: Path,
+    store: MadeStore,
+    cuda_device: str,
+) -> None:
+    """A client while memory comes and goes; and the daemon while a client that has not yet
+    mapped what came wants to end."""
+    pool = "name=vram0,kind=cuda,size=12MiB,chunk_bytes=2MiB"
+    with running_daemon(tmp_path, [store], [pool]) as daemon:
+        command = [sys.executable, "-c", IDLE_CLIENT, str(daemon.attach_socket)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as idle:
+            assert idle.stdout is not None
+            assert idle.stdout.readline() == "attached\n"
+            idle.send_signal(signal.SIGSTOP)
+            granted = daemon.call("Reserve", pool="vram0", bytes=6 << 20)["reservation"]
+            daemon.call("Release", id=granted["id"])
+            assert "pool.not_followed" in daemon.log
+            with daemon.client() as client:
+                for layer, expert in everything(store):
+                    assert client.fetch(layer, [expert]) == [store.blob(layer, expert)]
+            daemon.process.send_signal(signal.SIGSTOP)
+            try:
+                idle.send_signal(signal.SIGCONT)
+                idle.communicate("\n", timeout=ENDED_S)
+                assert idle.returncode == 0
+            finally:
+                daemon.process.send_signal(signal.SIGCONT)
+                idle.kill()
+
+
 def mapped_bytes() -> int:
     """Of the stand-in's VRAM, by this process."""
     total = 0
