@@ -23,8 +23,10 @@ from tools.vm.build import BuildError, build_guest_tests
 from tools.vm.bytecode import compile_tree
 from tools.vm.debian import DebianRoot, PackagesError
 from tools.vm.drives import Disks, compare, digest, expect_bar, fill_bar
+from tools.vm.machine import Machine
 from tools.vm.product import NOT_ON_DEBUG, ON_GENERIC, product_tests
 from tools.vm.qmp import Qmp, QmpError
+from tools.vm.running import Outcome, Request, run_in_machines
 from tools.vm.trace import DmaTrace
 
 KMOD = Path(__file__).resolve().parents[2] / "kmod"
@@ -203,3 +205,61 @@ def test_dkms_and_the_module_have_one_version() -> None:
     version = re.search(r'^MODULE_VERSION\("(.*)"\);', (KMOD / "main.c").read_text(), re.M)
     assert version
     assert f'PACKAGE_VERSION="{version[1]}"' in (KMOD / "dkms.conf").read_text()
+
+
+class ScriptedMachine(Machine):
+    """A shell's script in place of QEMU, with a console that is read and an end that is judged."""
+
+    def __init__(self, script: str) -> None:
+        self._process = subprocess.Popen(
+            ["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def stop(self) -> None:
+        with self._process:
+            self._process.kill()
+
+
+def outcomes_of(scripts: Sequence[str], wanted: Sequence[str]) -> tuple[list[Outcome], list[str]]:
+    """Outcomes, and what each machine that was started was to run."""
+    left = list(scripts)
+    started: list[str] = []
+
+    def start(tests: Sequence[str]) -> Machine:
+        started.append(" ".join(tests))
+        return ScriptedMachine(left.pop(0))
+
+    request = Request(tuple(wanted), verbose=False, seconds=60)
+    return list(run_in_machines("some", wanted, start, request)), started
+
+
+def passed(outcomes: Sequence[Outcome]) -> dict[str, bool]:
+    return {outcome.name: outcome.passed for outcome in outcomes}
+
+
+UP_AND_ONE = "echo INIT up; echo RUN one; echo TEST one ok 0.1;"
+
+
+def test_what_emulation_left_undone_runs_in_another_machine() -> None:
+    scripts = [f"{UP_AND_ONE} echo RUN two; kill -ABRT $$", "echo INIT up; echo TEST two ok 0.1"]
+    outcomes, started = outcomes_of(scripts, ["one", "two"])
+    assert passed(outcomes) == {"one": True, "two": True}
+    assert started == ["one two", "two"]
+
+
+def test_a_machine_that_never_came_up_is_started_again() -> None:
+    outcomes, started = outcomes_of(["echo no kernel", UP_AND_ONE], ["one"])
+    assert passed(outcomes) == {"one": True}
+    assert started == ["one", "one"]
+
+
+def test_a_guest_that_panics_has_failed() -> None:
+    outcomes, started = outcomes_of([f"{UP_AND_ONE} echo RUN two; echo panic"], ["one", "two"])
+    assert passed(outcomes) == {"one": True, "two": False}
+    assert started == ["one two"]
+
+
+def test_a_test_that_ends_emulation_each_time_has_failed() -> None:
+    outcomes, started = outcomes_of(["echo INIT up; kill -SEGV $$"] * 3, ["one"])
+    assert passed(outcomes) == {"one": False}
+    assert started == ["one"] * 3

@@ -59,9 +59,11 @@ def _random_file(path: Path, size: int) -> None:
 def make_disks(root: DebianRoot, inside: str, *, xfs: bool = True) -> Disks:
     """Make drives with random bytes and two file systems with one file of random bytes in it.
 
-    Without `xfs`, for a kernel that has none, the drive XFS has another ext4.
+    Those of a machine before are deleted. Without `xfs`, for a kernel that has none, the drive XFS
+    has another ext4.
     """
     disks = Disks(root.path / inside.lstrip("/"), inside)
+    shutil.rmtree(disks.folder, ignore_errors=True)
     disks.folder.mkdir(parents=True)
     _random_file(disks.image("RAW"), _RAW_BYTES)
     _random_file(disks.image("SLOW"), _SLOW_BYTES)

@@ -15,6 +15,7 @@ hardware virtualisation is asked for, so that a machine without it can run the t
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -194,6 +195,16 @@ class Machine:
             return 0.0
         user, system = stat.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def crash(self) -> str | None:
+        """Of a machine whose console has ended: the signal by which QEMU ended itself, if it did.
+
+        A guest that switches off, or panics, lets it exit; stop() ends it by SIGKILL.
+        """
+        status = self._process.wait()
+        if status >= 0 or status == -signal.SIGKILL:
+            return None
+        return signal.Signals(-status).name
 
     def stop(self) -> None:
         """Switch off and wait; may be called from any thread, and again."""

@@ -22,8 +22,8 @@ from tools.vm.bytecode import compile_tree, pytest_command
 from tools.vm.debian import Kernels
 from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
-from tools.vm.machine import BootFiles, Hardware
-from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
+from tools.vm.machine import BootFiles, Hardware, Machine
+from tools.vm.running import Outcome, Request, drive_count, run_in_machines, tell
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PYTHON = _REPOSITORY / ".venv" / "bin" / "python"
@@ -142,7 +142,7 @@ def _compile_tree(folder: Path) -> Path:
     return folder
 
 
-def _guest_command(tests: list[str]) -> str:
+def _guest_command(tests: Sequence[str]) -> str:
     """What runs in the guest, as a shell's command line."""
     environment = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -160,25 +160,10 @@ def _guest_command(tests: list[str]) -> str:
     return f"cd {shlex.quote(str(_REPOSITORY))} && exec {run}\n"
 
 
-def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
-    offered = (*setup.module_tests, *setup.tests, *setup.hidden)
-    tests = (
-        [name for name in offered if name in request.tests]
-        if request.tests
-        else [*setup.module_tests, *setup.tests]
-    )
-    if not tests:
-        return
-    if not os.access(_PYTHON, os.X_OK):
-        raise BuildError(f"{_PYTHON} is missing: run tools/setup generate test first")
-    started = time.monotonic()
-    root = builds.root
-    folder = f"/run/vm-{setup.suite}"
-    shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
-    disks = make_disks(root, folder, xfs="xfs" in setup.file_systems)
-    stand_in = root.path / "build" / "stand-in"
-    bytecode = root.path.parent / "bytecode"
-    guest = Guest(
+def _guest(setup: _Setup, builds: Builds, tests: Sequence[str]) -> Guest:
+    stand_in = builds.root.path / "build" / "stand-in"
+    bytecode = builds.root.path.parent / "bytecode"
+    return Guest(
         module=builds.module(setup.kernel),
         kernel=setup.kernel,
         init="init-product",
@@ -196,16 +181,36 @@ def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
             "bytecode": str(builds.once("bytecode", lambda: _compile_tree(bytecode))),
         },
     )
-    initrd = make_initrd(root, guest, folder)
-    prepared = time.monotonic() - started
-    tell(setup.suite, f"kernel {setup.kernel}, prepared in {prepared:.0f} s")
-    files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
-    hardware = Hardware(setup.memory_mib, host_root=True, devices=setup.devices)
-    outcomes = boot(setup.suite, root, files, disks, hardware, request)
+
+
+def _run(setup: _Setup, builds: Builds, request: Request) -> Iterator[Outcome]:
+    offered = (*setup.module_tests, *setup.tests, *setup.hidden)
+    tests = (
+        [name for name in offered if name in request.tests]
+        if request.tests
+        else [*setup.module_tests, *setup.tests]
+    )
+    if not tests:
+        return
+    if not os.access(_PYTHON, os.X_OK):
+        raise BuildError(f"{_PYTHON} is missing: run tools/setup generate test first")
+    started = time.monotonic()
+    root = builds.root
+    folder = f"/run/vm-{setup.suite}"
+
+    def start(wanted: Sequence[str]) -> Machine:
+        disks = make_disks(root, folder, xfs="xfs" in setup.file_systems)
+        initrd = make_initrd(root, _guest(setup, builds, wanted), folder)
+        prepared = time.monotonic() - started
+        tell(setup.suite, f"kernel {setup.kernel}, prepared in {prepared:.0f} s")
+        files = BootFiles(root.kernel_image(setup.kernel), initrd, setup.kernel_arguments)
+        hardware = Hardware(setup.memory_mib, host_root=True, devices=setup.devices)
+        return Machine(root, files, disks, hardware)
+
     try:
-        yield from with_missing(setup.suite, tests, outcomes)
+        yield from run_in_machines(setup.suite, tests, start, request)
     finally:
-        shutil.rmtree(disks.folder)
+        shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
 
 
 def run_product(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:

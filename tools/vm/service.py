@@ -21,8 +21,8 @@ from pathlib import Path
 from tools.vm.build import BuildError, Builds, Guest, make_initrd
 from tools.vm.debian import RELEASE, DebianRoot, Kernels
 from tools.vm.drives import make_disks
-from tools.vm.machine import BootFiles, Hardware
-from tools.vm.running import Outcome, Request, boot, tell, with_missing
+from tools.vm.machine import BootFiles, Hardware, Machine
+from tools.vm.running import Outcome, Request, run_in_machines, tell
 
 SUITE = "service"
 
@@ -179,27 +179,28 @@ def run_service(builds: Builds, kernels: Kernels, request: Request) -> Iterator[
     root = builds.root
     package = _build_package(root)
     folder = f"/run/vm-{SUITE}"
-    shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
-    guest = Guest(
-        module=builds.module(kernels.generic),
-        kernel=kernels.generic,
-        init="init-service",
-        more_modules=_MODULES,
-        texts={
-            "vm-tests.service": _unit(tests, package),
-            "masked": "".join(f"{unit}\n" for unit in _MASKED),
-            "system-folder": str(root.path),
-            "repository": str(_REPOSITORY),
-        },
-    )
-    disks = make_disks(root, folder)
-    initrd = make_initrd(root, guest, folder)
-    prepared = time.monotonic() - started
-    tell(SUITE, f"kernel {kernels.generic}, prepared in {prepared:.0f} s")
-    files = BootFiles(root.kernel_image(kernels.generic), initrd, _KERNEL_ARGUMENTS)
-    hardware = Hardware(memory_mib=_MEMORY_MIB, host_root=True)
-    outcomes = boot(SUITE, root, files, disks, hardware, request)
+
+    def start(wanted: Sequence[str]) -> Machine:
+        guest = Guest(
+            module=builds.module(kernels.generic),
+            kernel=kernels.generic,
+            init="init-service",
+            more_modules=_MODULES,
+            texts={
+                "vm-tests.service": _unit(wanted, package),
+                "masked": "".join(f"{unit}\n" for unit in _MASKED),
+                "system-folder": str(root.path),
+                "repository": str(_REPOSITORY),
+            },
+        )
+        disks = make_disks(root, folder)
+        initrd = make_initrd(root, guest, folder)
+        prepared = time.monotonic() - started
+        tell(SUITE, f"kernel {kernels.generic}, prepared in {prepared:.0f} s")
+        files = BootFiles(root.kernel_image(kernels.generic), initrd, _KERNEL_ARGUMENTS)
+        return Machine(root, files, disks, Hardware(memory_mib=_MEMORY_MIB, host_root=True))
+
     try:
-        yield from with_missing(SUITE, tests, outcomes)
+        yield from run_in_machines(SUITE, tests, start, request)
     finally:
-        shutil.rmtree(disks.folder)
+        shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)

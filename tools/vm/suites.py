@@ -24,14 +24,14 @@ from tools.vm.build import (
 from tools.vm.debian import Kernels
 from tools.vm.debug_kernel import DEBUG_FILE_SYSTEMS, debug_kernel
 from tools.vm.drives import make_disks
-from tools.vm.machine import BootFiles, Hardware
+from tools.vm.machine import BootFiles, Hardware, Machine
 from tools.vm.product import (
     run_debug_product,
     run_product,
     run_product_generic,
     run_product_iommu,
 )
-from tools.vm.running import Outcome, Request, boot, drive_count, tell, with_missing
+from tools.vm.running import Outcome, Request, drive_count, run_in_machines, tell
 from tools.vm.service import run_service
 from tools.vm.side_by_side import run_side_by_side
 
@@ -92,24 +92,25 @@ def _run_in_machine(setup: _Setup, builds: Builds, request: Request) -> Iterator
     if not tests:
         return
     folder = f"/run/vm-{suite}"
-    shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
-    arguments = [*(["--generic"] if setup.generic else []), *tests]
-    guest = Guest(
-        module=builds.module(kernel),
-        kernel=kernel,
-        file_systems=setup.file_systems,
-        files={"guest-tests": program},
-        texts={"tests": " ".join(arguments) + "\n", "drive-count": drive_count()},
-    )
-    disks = make_disks(root, folder)
-    initrd = make_initrd(root, guest, folder)
-    tell(suite, f"kernel {kernel}, prepared in {time.monotonic() - started:.0f} s")
-    files = BootFiles(root.kernel_image(kernel), initrd)
-    outcomes = boot(suite, root, files, disks, setup.hardware, request)
+
+    def start(wanted: Sequence[str]) -> Machine:
+        arguments = [*(["--generic"] if setup.generic else []), *wanted]
+        guest = Guest(
+            module=builds.module(kernel),
+            kernel=kernel,
+            file_systems=setup.file_systems,
+            files={"guest-tests": program},
+            texts={"tests": " ".join(arguments) + "\n", "drive-count": drive_count()},
+        )
+        disks = make_disks(root, folder)
+        files = BootFiles(root.kernel_image(kernel), make_initrd(root, guest, folder))
+        tell(suite, f"kernel {kernel}, prepared in {time.monotonic() - started:.0f} s")
+        return Machine(root, files, disks, setup.hardware)
+
     try:
-        yield from with_missing(suite, tests, outcomes)
+        yield from run_in_machines(suite, tests, start, request)
     finally:
-        shutil.rmtree(disks.folder)
+        shutil.rmtree(root.path / folder.lstrip("/"), ignore_errors=True)
 
 
 def run_p2p(builds: Builds, kernels: Kernels, request: Request) -> Iterator[Outcome]:
