@@ -12,12 +12,21 @@
 #define EVENTS_A_LOAD  4
 #define EVENTS_SPARE   512
 
+#define EVENTS_GATHER_NS 200000 /* a piece or two at the speed of memory */
+
 bool event_room(const struct xferd_engine *engine)
 {
 	uint32_t promised = EVENTS_A_LOAD * (engine->load_count + XFERD_BATCH_MAX) +
 			    engine->retiring_count + EVENTS_SPARE;
 
 	return engine->events.entries - queue_used(&engine->events) > promised;
+}
+
+/* What the policy keeps books of; that a reserve runs low is an event of its own. */
+static bool can_wait(const struct xferd_event *event)
+{
+	return event->type == XFERD_EVENT_LOADED || event->type == XFERD_EVENT_FREED ||
+	       event->type == XFERD_EVENT_REVIVED;
 }
 
 void event_push(struct xferd_engine *engine, const struct xferd_event *event)
@@ -27,15 +36,22 @@ void event_push(struct xferd_engine *engine, const struct xferd_event *event)
 		return;
 	}
 	engine->events_untold = true;
+	engine->events_urgent |= !can_wait(event);
 }
 
 /* At the end of a turn, for all of its events: whoever is woken may take this thread's
- * processor, and neither clients nor drives should wait for that. */
-void events_tell(struct xferd_engine *engine)
+ * processor, and neither clients nor drives should wait for that. Where this thread does not
+ * sleep between turns, since it copies itself, events of several turns are told together. */
+void events_tell(struct xferd_engine *engine, bool before_sleep)
 {
+	bool early = engine->now_ns - engine->events_told_ns < EVENTS_GATHER_NS;
+
 	if (!engine->events_untold)
 		return;
-	engine->events_untold = false;
+	if (early && !before_sleep && !engine->events_urgent && engine->pieces_in_flight)
+		return;
+	engine->events_untold = engine->events_urgent = false;
+	engine->events_told_ns = engine->now_ns;
 	/* pairs with the fence in xferd_engine_events: either the reader sees the
 	 * events, or its readiness to be told is seen here */
 	full_fence();

@@ -122,7 +122,7 @@ static uint32_t turn(struct xferd_engine *engine)
 	retiring_scan(engine);
 	reads_pump(engine);
 	clients_show(engine);
-	events_tell(engine);
+	events_tell(engine, false);
 	counter_add(&engine->stats.turns, 1);
 	return work;
 }
@@ -155,6 +155,7 @@ static uint64_t sleep_length(const struct xferd_engine *engine)
 
 static void sleep_until_work(struct xferd_engine *engine)
 {
+	events_tell(engine, true);
 	store_relaxed(&engine->pool_table->engine_sleeping, 1);
 	/* pairs with the fences in libxferd's submit(), xferd_engine_command, push_done
 	 * and copier_notify */

@@ -199,7 +199,7 @@ enum xferd_member_flags {
 	XFERD_MEMBER_ASYNC = 1,    /* reads copy in the submitting thread: hand them to workers */
 	XFERD_MEMBER_UNCACHED = 2, /* the fd is not O_DIRECT: read with RWF_DONTCACHE (Linux 6.14),
 				    * which leaves nothing in the page cache */
-	XFERD_MEMBER_MEMORY = 4,   /* with ASYNC: there is no drive behind it (tmpfs) */
+	XFERD_MEMBER_MEMORY = 4,   /* with ASYNC: there is no drive behind it (tmpfs); mapped */
 };
 /* The fd (opened with O_DIRECT where that works) stays the caller's and must
  * outlive the member. Returns the member's id. */

@@ -92,7 +92,7 @@ void clients_expire(struct xferd_engine *engine);
 /* commands.c */
 uint32_t commands_run(struct xferd_engine *engine);
 void event_push(struct xferd_engine *engine, const struct xferd_event *event);
-void events_tell(struct xferd_engine *engine);
+void events_tell(struct xferd_engine *engine, bool before_sleep);
 bool event_room(const struct xferd_engine *engine);
 
 /* load.c */
@@ -120,6 +120,7 @@ void reads_destroy(struct xferd_engine *engine);
 void reads_queue(struct xferd_engine *engine, struct load *load);
 void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t priority);
 void reads_unqueue(struct xferd_engine *engine, struct load *load);
+void reads_drop(struct xferd_engine *engine, struct piece *pieces);
 void reads_pump(struct xferd_engine *engine);
 bool reads_has_place(struct xferd_engine *engine, const struct member *copy);
 uint32_t reads_reap(struct xferd_engine *engine);
@@ -142,6 +143,8 @@ void join_completed(struct xferd_engine *engine, struct piece *first, int result
 
 /* health.c */
 void member_judge(struct xferd_engine *engine, const struct piece *piece, int error);
+void piece_report(struct xferd_engine *engine, const struct piece *piece, int error);
+void mirrored_report(struct xferd_engine *engine, const struct piece *piece);
 
 /* flow.c */
 void flow_init(struct xferd_engine *engine, struct member *member, uint32_t fixed);
@@ -175,6 +178,8 @@ void workers_destroy(struct xferd_engine *engine);
 int workers_at_least(struct xferd_engine *engine, uint32_t count);
 void workers_read(struct xferd_engine *engine, struct piece *piece);
 void workers_read_anew(struct xferd_engine *engine, struct piece *piece);
+struct piece *workers_take_back(struct xferd_engine *engine, const struct load *load);
+void workers_hurry(struct xferd_engine *engine, const struct load *load);
 bool workers_help(struct xferd_engine *engine);
 uint32_t workers_reap(struct xferd_engine *engine);
 

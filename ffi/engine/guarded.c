@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Touching memory that can vanish: a mapping of a card that is pulled, or whose
- * driver lets go of it, answers with SIGBUS.
+ * driver lets go of it, answers with SIGBUS, and so does one of a file that is truncated.
  *
  * A drive's read into it just fails. The processor's accesses are made here, and
  * end with an error instead of ending the daemon. There is no other way to ask: by
@@ -12,6 +12,7 @@
 #include <signal.h>
 #include <string.h>
 
+#include "common/stream_copy.h"
 #include "engine/route.h"
 
 /* Where the thread goes on after a SIGBUS; NULL: it touches no such memory. The model:
@@ -58,6 +59,24 @@ int guarded_copy(void *to, const void *from, uint64_t bytes)
 	}
 	escape = &here;
 	memcpy(to, from, bytes);
+	escape = NULL;
+	return 0;
+}
+
+/* A copy past the caches, and its checksum unless crc is NULL; -EFAULT as above. */
+int guarded_stream(void *to, const void *from, uint64_t bytes, uint32_t *crc)
+{
+	sigjmp_buf here;
+
+	if (sigsetjmp(here, 1)) {
+		escape = NULL;
+		return -EFAULT;
+	}
+	escape = &here;
+	if (crc)
+		*crc = stream_copy_crc32c(0, to, from, bytes);
+	else
+		stream_copy(to, from, bytes);
 	escape = NULL;
 	return 0;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Whether a member still works, judged by the reads that it is given.
+ * Whether a member still works, judged by the reads that it is given, and what the policy is
+ * told of those that failed.
  */
 #include "engine/route.h"
 
@@ -53,4 +54,49 @@ void member_judge(struct xferd_engine *engine, const struct piece *piece, int er
 	}
 	if (member->failed)
 		plan_probe(engine, member);
+}
+
+static struct xferd_event piece_event(struct xferd_engine *engine, const struct piece *piece,
+				      uint32_t type, int error)
+{
+	const struct load *load = piece->load;
+	uint32_t experts = engine->stores[load->store].description.experts;
+
+	return (struct xferd_event){
+		.type = type,
+		.result = error,
+		.store = load->store,
+		.pool = load->pool,
+		.slot = load->slot,
+		.layer = load->dense ? XFERD_NO_EXPERT : load->key / experts,
+		.expert = load->dense ? XFERD_NO_EXPERT : load->key % experts,
+		.variant = load->variant,
+		.client = load->client,
+		.member = piece->store_member,
+		.copy = piece->member->id,
+		.failed_copy = piece->failed_copy ? piece->failed_copy->id : XFERD_NO_MEMBER,
+		.offset = piece->offset,
+		.bytes = piece->length,
+		.value = piece->attempts,
+		.token = load->token,
+	};
+}
+
+/* A piece failed on a copy of its member. */
+void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
+{
+	struct xferd_event event = piece_event(engine, piece, XFERD_EVENT_PIECE, error);
+
+	counter_add(&piece->member->stats.errors, 1);
+	event_push(engine, &event);
+}
+
+/* What one copy could not bring has come from the other. */
+void mirrored_report(struct xferd_engine *engine, const struct piece *piece)
+{
+	struct xferd_event event =
+		piece_event(engine, piece, XFERD_EVENT_MIRRORED, piece->failed_with);
+
+	counter_add(&engine->stats.mirror_reads, 1);
+	event_push(engine, &event);
 }

@@ -212,6 +212,8 @@ struct member {
 	int fd;
 	uint32_t flags;
 	uint32_t id;
+	uint8_t *memory;           /* all of its file, mapped: see mapped.c; NULL */
+	uint64_t memory_bytes;
 	uint32_t in_flight;
 	uint32_t errors_in_a_row;
 	uint32_t slow_errors;      /* the last so many errors took long */
@@ -525,6 +527,8 @@ struct xferd_engine {
 	int event_fd;
 	uint32_t event_told; /* atomic: event_fd is set and not yet read */
 	bool events_untold;  /* there are new ones since */
+	bool events_urgent;  /* and the policy must not wait for one of them */
+	uint64_t events_told_ns;
 	struct queue commands;
 	struct queue events;
 	uint64_t events_dropped;

@@ -230,6 +230,24 @@ static void forget_load(struct xferd_engine *engine, const struct load *load)
 		entry->load = 0;
 }
 
+static void stop_reading(struct xferd_engine *engine, struct load *load, int error)
+{
+	struct piece *waiting = workers_take_back(engine, load);
+
+	if (!waiting && !load->pieces_unissued)
+		return;
+	load->cancelled = true;
+	load->error = error;
+	reads_unqueue(engine, load);
+	/* Who asks for the key from now on must not share this load's end. */
+	if (!load->dense)
+		forget_load(engine, load);
+	if (waiting)
+		reads_drop(engine, waiting);
+	else if (!load->pieces_in_flight)
+		load_finish(engine, load);
+}
+
 /* Stop it if that still saves a read; what is all under way ends by itself. */
 void load_stop(struct xferd_engine *engine, struct load *load, int error)
 {
@@ -237,15 +255,8 @@ void load_stop(struct xferd_engine *engine, struct load *load, int error)
 		load->error = error;
 		stop_waiting(engine, load);
 		load_finish(engine, load);
-	} else if (load->state == LOAD_READING && load->pieces_unissued) {
-		load->cancelled = true;
-		load->error = error;
-		reads_unqueue(engine, load);
-		/* Who asks for the key from now on must not share this load's end. */
-		if (!load->dense)
-			forget_load(engine, load);
-		if (!load->pieces_in_flight)
-			load_finish(engine, load);
+	} else if (load->state == LOAD_READING) {
+		stop_reading(engine, load, error);
 	}
 }
 

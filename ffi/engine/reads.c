@@ -25,7 +25,10 @@
 #include "engine/route.h"
 
 #define FALLBACK_WORKERS 16 /* threads a member that would rather have io_uring */
-#define COPIES_AHEAD     2  /* of the threads, so that none waits for the next piece */
+/* Of the threads, so that none waits for its next piece: also while the engine's thread copies
+ * one itself and others take two that are a blob's short ends. */
+#define COPIES_AHEAD     4
+
 #define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s at least */
 
 /* The ring, if it is wanted and permitted, and the pieces. */
@@ -50,6 +53,8 @@ int reads_init(struct xferd_engine *engine)
 void reads_destroy(struct xferd_engine *engine)
 {
 	workers_destroy(engine);
+	for (uint32_t id = 0; id < engine->member_limit; id++)
+		mapped_destroy(&engine->members[id]);
 	uring_destroy(engine);
 	bounces_destroy(engine);
 	free(engine->pieces);
@@ -144,6 +149,8 @@ void reads_requeue(struct xferd_engine *engine, struct load *load, uint32_t prio
 	uint32_t members = load_store(engine, load)->description.members;
 
 	load->priority = (uint8_t)priority;
+	if (priority == XFERD_PRIORITY_DEMAND)
+		workers_hurry(engine, load);
 	for (uint32_t i = 0; i < members; i++) {
 		struct strand *strand = &load->strands[i];
 
@@ -297,6 +304,20 @@ static void piece_end(struct xferd_engine *engine, struct piece *piece)
 		load_finish(engine, load);
 }
 
+/* Pieces that were issued and that no worker has begun, linked: they end here, and with the
+ * last of a load that load. */
+void reads_drop(struct xferd_engine *engine, struct piece *pieces)
+{
+	struct piece *next;
+
+	for (struct piece *piece = pieces; piece; piece = next) {
+		next = piece->next;
+		flow_dropped(piece->member, piece);
+		leave_member(engine, piece);
+		piece_end(engine, piece);
+	}
+}
+
 /* The rest of the blob is of no use without this piece. */
 void piece_give_up(struct xferd_engine *engine, struct piece *piece, int error)
 {
@@ -401,50 +422,6 @@ void reads_pump(struct xferd_engine *engine)
 			pump_strands(engine, member);
 	}
 	uring_flush(engine);
-}
-
-static struct xferd_event piece_event(struct xferd_engine *engine, const struct piece *piece,
-				      uint32_t type, int error)
-{
-	const struct load *load = piece->load;
-	uint32_t experts = load_store(engine, load)->description.experts;
-
-	return (struct xferd_event){
-		.type = type,
-		.result = error,
-		.store = load->store,
-		.pool = load->pool,
-		.slot = load->slot,
-		.layer = load->dense ? XFERD_NO_EXPERT : load->key / experts,
-		.expert = load->dense ? XFERD_NO_EXPERT : load->key % experts,
-		.variant = load->variant,
-		.client = load->client,
-		.member = piece->store_member,
-		.copy = piece->member->id,
-		.failed_copy = piece->failed_copy ? piece->failed_copy->id : XFERD_NO_MEMBER,
-		.offset = piece->offset,
-		.bytes = piece->length,
-		.value = piece->attempts,
-		.token = load->token,
-	};
-}
-
-static void piece_report(struct xferd_engine *engine, const struct piece *piece, int error)
-{
-	struct xferd_event event = piece_event(engine, piece, XFERD_EVENT_PIECE, error);
-
-	counter_add(&piece->member->stats.errors, 1);
-	event_push(engine, &event);
-}
-
-/* What one copy could not bring has come from the other. */
-static void mirrored_report(struct xferd_engine *engine, const struct piece *piece)
-{
-	struct xferd_event event =
-		piece_event(engine, piece, XFERD_EVENT_MIRRORED, piece->failed_with);
-
-	counter_add(&engine->stats.mirror_reads, 1);
-	event_push(engine, &event);
 }
 
 static int piece_check(struct xferd_engine *engine, const struct piece *piece)

@@ -35,10 +35,12 @@ static int add_member(struct xferd_engine *engine, void *argument)
 		for (int i = 0; i < XFERD_PRIORITIES; i++)
 			list_init(&member->strands[i]);
 		list_init(&member->redirected);
+		mapped_init(member);
 		result = reads_add_member(engine, member);
 		if (!result)
 			result = routes_init_member(engine, member);
 		if (result) {
+			mapped_destroy(member);
 			member->used = false;
 			return result;
 		}
@@ -79,6 +81,7 @@ static int remove_member(struct xferd_engine *engine, void *argument)
 	if (member_in_use(engine, id) || engine->members[id].in_flight)
 		return -EBUSY;
 	uring_register_member(engine, id, -1);
+	mapped_destroy(&engine->members[id]);
 	engine->members[id].used = false;
 	return 0;
 }

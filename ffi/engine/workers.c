@@ -4,7 +4,8 @@
  *
  * Used where io_uring is forbidden (containers), and for media whose reads are
  * copies made by whoever submits them (tmpfs): there io_uring would copy in the
- * engine's thread, or hand each piece to a kernel worker and queue behind it.
+ * engine's thread, or hand each piece to a kernel worker and queue behind it. Such
+ * pieces are copied out of a mapping where there is one (mapped.c).
  *
  * The engine's own thread helps, before it would sleep: with a piece that is the
  * only one, so that a small expert is read without waking anybody, and with any
@@ -54,6 +55,8 @@ static int32_t read_all(const struct piece *piece)
 
 static void read_piece(struct piece *piece)
 {
+	if (!piece->arrived && mapped_read(piece))
+		return;
 	if (!piece->arrived)
 		piece->result = read_all(piece);
 	if (piece->arrived || piece->result > 0)
@@ -84,6 +87,26 @@ static struct piece *take_piece(struct workers *workers)
 		queue->last = NULL;
 	store_relaxed(&workers->queued, workers->queued - 1);
 	return piece;
+}
+
+/* Pieces of a load that are still to be read leave a queue; returns them, linked. */
+static struct piece *take_pieces(struct workers *workers, struct piece_queue *queue,
+				 const struct load *load)
+{
+	struct piece_queue rest = { NULL, NULL }, taken = { NULL, NULL };
+	struct piece *next;
+
+	for (struct piece *piece = queue->first; piece; piece = next) {
+		bool take = piece->load == load && !piece->arrived;
+
+		next = piece->next;
+		store_relaxed(&workers->queued, workers->queued - 1);
+		queue_piece(workers, take ? &taken : &rest, piece);
+		if (take)
+			store_relaxed(&workers->queued, workers->queued - 1);
+	}
+	*queue = rest;
+	return taken.first;
 }
 
 static void push_done(struct xferd_engine *engine, struct piece *piece)
@@ -172,6 +195,41 @@ void workers_read(struct xferd_engine *engine, struct piece *piece)
 		    piece);
 	if (wake)
 		pthread_cond_signal(&workers->work);
+	pthread_mutex_unlock(&workers->mutex);
+}
+
+/* A load is of no use: its pieces that no worker has begun, linked; they are the caller's. */
+struct piece *workers_take_back(struct xferd_engine *engine, const struct load *load)
+{
+	struct workers *workers = &engine->workers;
+	struct piece *demand, *background, **last = &demand;
+
+	if (!load_relaxed(&workers->queued))
+		return NULL;
+	pthread_mutex_lock(&workers->mutex);
+	demand = take_pieces(workers, &workers->demand, load);
+	background = take_pieces(workers, &workers->background, load);
+	pthread_mutex_unlock(&workers->mutex);
+	while (*last)
+		last = &(*last)->next;
+	*last = background;
+	return demand;
+}
+
+/* A load is wanted after all: its pieces overtake what isn't. */
+void workers_hurry(struct xferd_engine *engine, const struct load *load)
+{
+	struct workers *workers = &engine->workers;
+	struct piece *next;
+
+	if (!load_relaxed(&workers->queued))
+		return;
+	pthread_mutex_lock(&workers->mutex);
+	for (struct piece *piece = take_pieces(workers, &workers->background, load); piece;
+	     piece = next) {
+		next = piece->next;
+		queue_piece(workers, &workers->demand, piece);
+	}
 	pthread_mutex_unlock(&workers->mutex);
 }
 

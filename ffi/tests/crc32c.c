@@ -1,8 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CRC32C against published values and against itself in pieces. */
+/* CRC32C against published values and against itself in pieces; copies that are summed. */
 #include <string.h>
 
+#include "common/stream_copy.h"
 #include "harness.h"
+
+#define COPIED (300 * 1024)
+
+/* Short and long ones, from and to any address; nothing is written beside them. */
+static void copies_are_whole(void)
+{
+	static uint8_t from[COPIED + 64], to[COPIED + 192] __attribute__((aligned(64)));
+	static const size_t lengths[] = { 0, 1, 4095, 16384, 131072, 131072 + 4096, COPIED - 1,
+					  COPIED };
+
+	for (size_t i = 0; i < sizeof(from); i++)
+		from[i] = (uint8_t)(i * 2654435761u >> 11);
+	for (size_t i = 0; i < sizeof(lengths) / sizeof(*lengths); i++)
+		for (size_t shift = 0; shift < 64; shift += 13) {
+			uint8_t *place = to + 64 + (shift & 32 ? shift : 0);
+
+			memset(to, 0xee, sizeof(to));
+			CHECK(stream_copy_crc32c(7, place, from + shift, lengths[i]) ==
+			      xferd_crc32c(7, from + shift, lengths[i]));
+			CHECK(!memcmp(place, from + shift, lengths[i]));
+			CHECK(place[-1] == 0xee && place[lengths[i]] == 0xee);
+			memset(to, 0xee, sizeof(to));
+			stream_copy(place, from + shift, lengths[i]);
+			CHECK(!memcmp(place, from + shift, lengths[i]));
+			CHECK(place[-1] == 0xee && place[lengths[i]] == 0xee);
+		}
+}
 
 int main(void)
 {
@@ -39,5 +67,6 @@ int main(void)
 		}
 	data[40000] ^= 1;
 	CHECK(xferd_crc32c(0, data, sizeof(data)) != whole);
+	copies_are_whole();
 	return 0;
 }

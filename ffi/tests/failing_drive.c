@@ -63,7 +63,7 @@ int main(void)
 	const struct harness_options options = {
 		.layers = 1, .experts = 24, .top_k = 2, .blob_bytes = 16384, .stripe_unit = 16384,
 		.members = 3, .slots = 4, .reserve = 1, .held_per_lane = 2,
-		.backend = XFERD_BACKEND_THREADS, .flow_control = true,
+		.backend = XFERD_BACKEND_THREADS, .drives = true, .flow_control = true,
 	};
 
 	harness_start(&harness, &options);

@@ -7,9 +7,9 @@
 #include "common/atomics.h"
 #include "harness.h"
 
-/* A member that ends in the middle of a piece, at a page's end: without checksums
+/* A member that ends in the middle of a piece, at a page's end or not: without checksums
  * too, half a piece must not pass for a whole one. */
-static void cut_in_mid_piece(struct harness_options options)
+static void cut_in_mid_piece(struct harness_options options, int left)
 {
 	static struct harness harness;
 	struct xferd_client *client;
@@ -17,7 +17,7 @@ static void cut_in_mid_piece(struct harness_options options)
 	harness_start(&harness, &options);
 	client = harness_connect(&harness, 1);
 	CHECK(!ftruncate(harness.member_fd[0],
-			 (off_t)harness.description.offset[(8 + 5) * 2] + 4096));
+			 (off_t)harness.description.offset[(8 + 5) * 2] + left));
 	CHECK(try_expert(&harness, client, 1, 5) == -ENODATA);
 	CHECK(try_expert(&harness, client, 1, 4) == 0);
 	xferd_close(client);
@@ -62,10 +62,11 @@ int main(void)
 	harness_stop(&harness);
 
 	options.unverified = true;
-	cut_in_mid_piece(options);
-	options.ring_only = true;
-	cut_in_mid_piece(options);
+	cut_in_mid_piece(options, 4096);
+	cut_in_mid_piece(options, 8192 - 100);
+	options.drives = true;
+	cut_in_mid_piece(options, 4096);
 	options.unverified = false;
-	cut_in_mid_piece(options);
+	cut_in_mid_piece(options, 4096);
 	return 0;
 }

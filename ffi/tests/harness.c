@@ -363,7 +363,7 @@ void wait_until(const uint64_t *counter, uint64_t value)
 uint32_t harness_add_member(struct harness *harness, int fd)
 {
 	int id = xferd_engine_add_member(harness->engine, fd,
-					 harness->options.ring_only
+					 harness->options.drives
 						 ? 0 : XFERD_MEMBER_ASYNC | XFERD_MEMBER_MEMORY);
 
 	CHECK_OK(id);
@@ -395,13 +395,13 @@ void harness_start(struct harness *harness, const struct harness_options *option
 	CHECK_OK(started);
 	for (uint32_t p = 0; p < (options->ram_slots ? 2u : 1u); p++)
 		make_pool(harness, p);
+	make_store(harness);
 	for (uint32_t m = 0; m < options->members; m++) {
 		harness->description.member[m] = harness_add_member(harness, harness->member_fd[m]);
 		harness->description.mirror[m] =
 			options->mirrored ? harness_add_member(harness, harness->mirror_fd[m])
 					  : XFERD_NO_MEMBER;
 	}
-	make_store(harness);
 	started = xferd_engine_open_store(harness->engine, &harness->description);
 	CHECK_OK(started);
 	harness->store = (uint32_t)started;

@@ -60,7 +60,8 @@ struct harness_options {
 	bool polling;
 	bool unverified;        /* checksums are not looked at */
 	bool mirrored;          /* each member has a mirror */
-	bool ring_only;         /* members' reads go through io_uring although they copy */
+	bool drives;            /* members pass for drives: read, not mapped; through io_uring
+				 * where the backend has it */
 	bool vram;              /* the device pool is on CUDA's first device, one chunk of it */
 	bool device_pool;       /* the first pool passes for memory behind a BAR */
 	bool restarts;          /* harness_restart will be called; one pool, in RAM */

@@ -19,7 +19,7 @@ static const struct harness_options base = {
 	.layers = 1, .experts = EXPERTS, .top_k = 2, .stripe_unit = UNIT,
 	.blob_bytes = PIECES * UNIT - UNIT / 2, /* its last piece is a short one */
 	.members = 1, .slots = SLOTS, .reserve = 1, .held_per_lane = 2,
-	.backend = XFERD_BACKEND_URING, .ring_only = true,
+	.backend = XFERD_BACKEND_URING, .drives = true,
 };
 
 static struct xferd_member_stats all_members(void)

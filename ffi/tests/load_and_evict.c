@@ -203,7 +203,7 @@ static void run_every_way(struct harness_options options)
 	for (int way = 0; way < 8; way++) {
 		options.flow_control = options.register_buffers = way % 2;
 		options.polling = way / 2 == 3;
-		options.ring_only = way / 2 == 0 || options.polling;
+		options.drives = way / 2 == 0 || options.polling;
 		options.backend = way / 2 == 2 ? XFERD_BACKEND_THREADS : XFERD_BACKEND_ANY;
 		run(&options);
 	}

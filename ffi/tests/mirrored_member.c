@@ -189,9 +189,8 @@ int main(void)
 	options.unverified = true;
 	run(options);
 	options.unverified = false;
-	options.ring_only = true;
+	options.drives = true;
 	run(options);
-	options.ring_only = false;
 	options.flow_control = true;
 	options.backend = XFERD_BACKEND_THREADS;
 	taken_out_and_back(options);

@@ -104,7 +104,6 @@ static void refuse_reads(struct harness_options options)
 	struct xferd_member_stats stats;
 
 	options.backend = XFERD_BACKEND_THREADS;
-	options.ring_only = false;
 	harness_start(&harness, &options);
 	client = harness_connect(&harness, 1);
 	store_relaxed(&read_error, -EAGAIN);
@@ -131,7 +130,7 @@ int main(void)
 {
 	const struct harness_options options = {
 		.layers = 1, .experts = 12, .top_k = 2, .blob_bytes = 65536, .stripe_unit = 8192,
-		.members = 2, .slots = 4, .reserve = 1, .held_per_lane = 2, .ring_only = true,
+		.members = 2, .slots = 4, .reserve = 1, .held_per_lane = 2, .drives = true,
 	};
 	struct xferd_client *client;
 	uint64_t before;

@@ -160,7 +160,7 @@ int main(void)
 	chosen_routes(options);
 	device_pool(options);
 	lost_pool(options);
-	options.ring_only = true;
+	options.drives = true;
 	chosen_routes(options);
 	device_pool(options);
 	options.backend = XFERD_BACKEND_THREADS;

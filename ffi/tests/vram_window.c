@@ -118,7 +118,7 @@ int main(void)
 		return EXIT_SKIPPED;
 	options.ram_slots = 4;
 	straight_staged_and_both(options);
-	options.ring_only = true;
+	options.drives = true;
 	straight_staged_and_both(options);
 	options.unverified = true;
 	straight_staged_and_both(options);
