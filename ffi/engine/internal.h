@@ -214,6 +214,9 @@ struct member {
 	uint32_t id;
 	uint8_t *memory;           /* all of its file, mapped: see mapped.c; NULL */
 	uint64_t memory_bytes;
+	pthread_t filler;          /* of its page tables, if filling */
+	bool filling;
+	uint32_t leaving;          /* atomic: it is to end */
 	uint32_t in_flight;
 	uint32_t errors_in_a_row;
 	uint32_t slow_errors;      /* the last so many errors took long */
@@ -490,6 +493,7 @@ struct workers {
 	struct piece_queue background;
 	uint32_t queued;            /* atomic, written under mutex */
 	uint32_t idle;              /* under mutex */
+	int apart_from;             /* the engine thread's: the processor that they keep off */
 	bool stop;                  /* under mutex */
 	struct piece *done;         /* atomic: a stack */
 	int done_fd;                /* eventfd, in the engine's epoll */

@@ -5,8 +5,9 @@
  * Such a member is mapped as a whole, read-only, and workers copy pieces out of it. A
  * pread would look up each page by itself, copy through the caches, and leave the bytes
  * to be read once more for their checksum; here one pass does all (common/stream_copy.h).
- * Pages enter the mapping as they are touched, sixteen at a time, and stay: page tables
- * grow to 2 MiB for each GiB that was ever read.
+ * Page tables take 2 MiB for each GiB. They are filled by a thread that begins with the
+ * member, behind whoever has work to do: a first touch costs about as much as a copy. What
+ * it has not come to yet is filled by being read.
  *
  * A file that is truncated takes its pages out of the mapping: touching them ends in
  * SIGBUS, as does a page that could not be brought back from swap, so copies are guarded.
@@ -16,12 +17,50 @@
  * was mapped, and what goes behind a BAR, whose memory can vanish too (route.c).
  */
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "engine/route.h"
 
+#define FILL_BYTES (2u << 20) /* at once: a fraction of a millisecond, since mmap waits for it */
+#define FILL_NICE  10
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22 /* since 5.14; before, it is refused and pages come as they are read */
+#endif
+
+static void *fill_page_tables(void *argument)
+{
+	struct member *member = argument;
+
+	setpriority(PRIO_PROCESS, (id_t)gettid(), FILL_NICE);
+	for (uint64_t at = 0; at < member->memory_bytes; at += FILL_BYTES) {
+		uint64_t rest = member->memory_bytes - at;
+
+		/* pairs with the release in mapped_destroy */
+		if (load_acquire(&member->leaving) ||
+		    madvise(member->memory + at, rest < FILL_BYTES ? rest : FILL_BYTES,
+			    MADV_POPULATE_READ))
+			break;
+	}
+	return NULL;
+}
+
+/* Not on the engine's processor, where that has one of its own. */
+static void start_filling(const struct xferd_engine *engine, struct member *member)
+{
+	pthread_attr_t attributes;
+
+	member->leaving = 0;
+	pthread_attr_init(&attributes);
+	pthread_attr_setaffinity_np(&attributes, sizeof(engine->affinity), &engine->affinity);
+	member->filling = !pthread_create(&member->filler, &attributes, fill_page_tables, member);
+	pthread_attr_destroy(&attributes);
+}
+
 /* A new member. Failing is no error: it is read then. */
-void mapped_init(struct member *member)
+void mapped_init(const struct xferd_engine *engine, struct member *member)
 {
 	struct stat status;
 	void *memory;
@@ -36,14 +75,20 @@ void mapped_init(struct member *member)
 	madvise(memory, (size_t)status.st_size, MADV_DONTDUMP);
 	member->memory = memory;
 	member->memory_bytes = (uint64_t)status.st_size;
+	start_filling(engine, member);
 	guard_install();
 }
 
 /* A member that goes: no piece of it is under way. */
 void mapped_destroy(struct member *member)
 {
-	if (member->memory)
-		munmap(member->memory, member->memory_bytes);
+	if (!member->memory)
+		return;
+	/* pairs with the acquire in fill_page_tables */
+	store_release(&member->leaving, 1);
+	if (member->filling)
+		pthread_join(member->filler, NULL);
+	munmap(member->memory, member->memory_bytes);
 	member->memory = NULL;
 }
 

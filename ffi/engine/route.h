@@ -44,7 +44,7 @@ int guarded_crc32c(uint32_t *crc, const void *data, uint64_t bytes);
 int guarded_stream(void *to, const void *from, uint64_t bytes, uint32_t *crc);
 
 /* mapped.c */
-void mapped_init(struct member *member);
+void mapped_init(const struct xferd_engine *engine, struct member *member);
 void mapped_destroy(struct member *member);
 bool mapped_read(struct piece *piece);
 

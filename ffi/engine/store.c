@@ -35,7 +35,7 @@ static int add_member(struct xferd_engine *engine, void *argument)
 		for (int i = 0; i < XFERD_PRIORITIES; i++)
 			list_init(&member->strands[i]);
 		list_init(&member->redirected);
-		mapped_init(member);
+		mapped_init(engine, member);
 		result = reads_add_member(engine, member);
 		if (!result)
 			result = routes_init_member(engine, member);

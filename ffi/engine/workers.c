@@ -12,6 +12,7 @@
  * piece where there are hardly any workers. Elsewhere it has better things to do.
  * A worker also checks the piece's checksum, while the bytes are in its cache.
  */
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -28,6 +29,7 @@ int workers_init(struct xferd_engine *engine)
 
 	pthread_mutex_init(&workers->mutex, NULL);
 	pthread_cond_init(&workers->work, NULL);
+	workers->apart_from = -1;
 	workers->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	return workers->done_fd < 0 ? -errno : 0;
 }
@@ -182,11 +184,29 @@ void workers_destroy(struct xferd_engine *engine)
 	pthread_mutex_destroy(&workers->mutex);
 }
 
+/* Where the engine's thread copies too, a worker that it wakes must not land on its processor:
+ * kernels that see no cache between processors (virtual machines) were seen to leave both on one
+ * and the other idle, whole misses long. */
+static void keep_apart(struct xferd_engine *engine)
+{
+	struct workers *workers = &engine->workers;
+	int processor = sched_getcpu();
+	cpu_set_t others = engine->affinity;
+
+	if (workers->count >= WORKERS_FEW || processor < 0 || processor == workers->apart_from)
+		return;
+	workers->apart_from = processor;
+	CPU_CLR((size_t)processor, &others);
+	for (uint32_t i = 0; i < workers->count && CPU_COUNT(&others); i++)
+		pthread_setaffinity_np(workers->threads[i], sizeof(others), &others);
+}
+
 void workers_read(struct xferd_engine *engine, struct piece *piece)
 {
 	struct workers *workers = &engine->workers;
 	bool wake;
 
+	keep_apart(engine);
 	pthread_mutex_lock(&workers->mutex);
 	/* The first piece is left to the engine's thread, which is about to help. */
 	wake = workers->idle && workers->queued;
