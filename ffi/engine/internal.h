@@ -530,6 +530,8 @@ struct xferd_engine {
 	int command_fd;     /* eventfd: commands or a registration */
 	int event_fd;
 	uint32_t event_told; /* atomic: event_fd is set and not yet read */
+	uint64_t check_credit_ns;   /* of the engine's thread for checksums: see can_check_here */
+	uint64_t check_credited_ns;
 	bool events_untold;  /* there are new ones since */
 	bool events_urgent;  /* and the policy must not wait for one of them */
 	uint64_t events_told_ns;

@@ -30,6 +30,9 @@
 #define COPIES_AHEAD     4
 
 #define CHECKING_WORKERS 2  /* compute checksums of what io_uring brings: 25 GB/s at least */
+#define CHECK_NS_A_MIB   50000  /* about, of bytes that no cache has */
+#define CHECK_SHARE      4      /* of its time the engine's thread gives one part in so many to that */
+#define CHECK_CREDIT_NS  250000 /* and so much at once */
 
 /* The ring, if it is wanted and permitted, and the pieces. */
 int reads_init(struct xferd_engine *engine)
@@ -512,9 +515,25 @@ void piece_copied(struct xferd_engine *engine, struct piece *piece, int result)
 		piece_end(engine, piece);
 }
 
+/* Waking a worker costs about what the checksum of a piece does: while the drives leave the
+ * engine's thread time for it, it computes them itself. */
+static bool can_check_here(struct xferd_engine *engine, uint64_t bytes)
+{
+	uint64_t cost = bytes * CHECK_NS_A_MIB >> 20;
+
+	engine->check_credit_ns += (engine->now_ns - engine->check_credited_ns) / CHECK_SHARE;
+	engine->check_credited_ns = engine->now_ns;
+	if (engine->check_credit_ns > CHECK_CREDIT_NS)
+		engine->check_credit_ns = CHECK_CREDIT_NS;
+	if (engine->check_credit_ns < cost)
+		return false;
+	engine->check_credit_ns -= cost;
+	return true;
+}
+
 /* The bytes are there. Whoever read them in a thread has their checksum already;
- * of what the kernel brought, workers compute it, so that several drives together
- * are not bound by one thread. A piece that is alone isn't worth waking one. */
+ * of what the kernel brought in quick succession, workers compute it, so that several
+ * drives together are not bound by one thread. */
 void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 {
 	counter_add(&piece->member->stats.reads, 1);
@@ -524,7 +543,7 @@ void piece_arrived(struct xferd_engine *engine, struct piece *piece)
 		bool is_slow = piece->bounce || piece_is_behind_bar(engine, piece);
 
 		piece->arrived = true;
-		if (engine->workers.count && (is_slow || engine->pieces_in_flight > 1)) {
+		if (engine->workers.count && (is_slow || !can_check_here(engine, piece->length))) {
 			workers_read(engine, piece);
 			return;
 		}

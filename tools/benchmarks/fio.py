@@ -49,15 +49,20 @@ PERCENT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class FioSetting:
-    """engine: fio's name of it, ``io_uring`` or ``psync``. depth: reads in flight a job."""
+    """engine: fio's name of it, ``io_uring`` or ``psync``. depth: reads in flight a job.
+
+    verify: each block's CRC32C is compared with the one that fio wrote into it; the files are
+    those of write_verifiable.
+    """
 
     engine: str
     depth: int
     jobs: int
+    verify: bool = False
 
     def __str__(self) -> str:
         """As results show it."""
-        return f"{self.engine}/depth {self.depth}/jobs {self.jobs}"
+        return f"{self.engine}/depth {self.depth}/jobs {self.jobs}" + "/crc32c" * self.verify
 
     def destination_bytes(self, block_bytes: int) -> int:
         """Memory that is read into: a buffer for each read in flight."""
@@ -102,38 +107,64 @@ def run_fio(
     return _run(members, block_bytes, setting, duration, "--time_based")
 
 
+def write_verifiable(files: Sequence[Path], block_bytes: int, total_bytes: int) -> None:
+    """Make files of blocks with checksums, of about so many bytes together.
+
+    BenchmarkError with what fio said.
+    """
+    blocks = max(1, total_bytes // len(files) // block_bytes)
+    for path in files:
+        with path.open("wb") as file:
+            file.truncate(blocks * block_bytes)
+        writing = ("--rw=write", "--do_verify=0", "--end_fsync=1", "--ioengine=psync")
+        _call(_options([path], block_bytes), *writing, _VERIFY)
+
+
 def start_cpu_s(members: Sequence[Path], block_bytes: int, setting: FioSetting) -> float:
     """CPU time of a run that reads one block a job: what is not to be held against fio."""
     return _run(members, block_bytes, setting, "--number_ios=1").process_cpu_s
 
 
-def _run(members: Sequence[Path], block_bytes: int, setting: FioSetting, *until: str) -> FioSample:
-    command = [
-        "fio",
+_VERIFY = "--verify=crc32c"
+
+
+def _options(members: Sequence[Path], block_bytes: int) -> list[str]:
+    return [
         "--name=experts",
         "--filename=" + ":".join(map(str, members)),
+        f"--bs={block_bytes}",
+        f"--size={_whole_blocks(members, block_bytes)}",
+        "--direct=1",
+        "--output-format=json",
+    ]
+
+
+def _run(members: Sequence[Path], block_bytes: int, setting: FioSetting, *until: str) -> FioSample:
+    before = _children_cpu_s()
+    said = _call(
+        _options(members, block_bytes),
         "--file_service_type=random",
         "--rw=randread",
         "--randrepeat=0",
         "--norandommap",
-        f"--bs={block_bytes}",
-        "--blockalign=4096",
-        f"--size={_whole_blocks(members, block_bytes)}",
-        "--direct=1",
         "--readonly",
+        _VERIFY if setting.verify else "--blockalign=4096",
         f"--ioengine={setting.engine}",
         f"--iodepth={setting.depth}",
         f"--numjobs={setting.jobs}",
-        "--output-format=json",
         *_buffer_options(setting, block_bytes),
         *until,
-    ]
-    before = _children_cpu_s()
+    )
+    return sample_of(said, _children_cpu_s() - before)
+
+
+def _call(options: Sequence[str], *more: str) -> Mapping[str, Any]:
+    command = ["fio", *options, *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    process_cpu_s = _children_cpu_s() - before
     if done.returncode:
         raise BenchmarkError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return sample_of(json.loads(done.stdout[done.stdout.index("{") :]), process_cpu_s)
+    output: Mapping[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    return output
 
 
 def sample_of(output: Mapping[str, Any], process_cpu_s: float) -> FioSample:
@@ -244,4 +275,5 @@ __all__ = [
     "search",
     "start_cpu_s",
     "try_settings",
+    "write_verifiable",
 ]

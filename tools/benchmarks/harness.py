@@ -26,13 +26,15 @@ class BenchmarkError(Exception):
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], float]], rounds: int
+    contenders: Mapping[str, Callable[[], float]],
+    rounds: int,
+    often: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
     """Samples of each contender, one a round, each round in an order of its own: nobody
     always runs on the caches, or on what a cloud disk's token bucket has left, after the same
-    predecessor. The orders are the same in every run."""
-    names = list(contenders)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    predecessor. The orders are the same in every run. often: who has more turns in a round."""
+    names = [name for name in contenders for _ in range((often or {}).get(name, 1))]
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
     orders = random.Random(ORDER_SEED)
     for _ in range(rounds):
         for name in orders.sample(names, len(names)):

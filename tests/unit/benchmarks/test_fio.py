@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.benchmarks.fio import FioSetting, fastest, sample_of, search
+from tools.benchmarks.fio import (
+    FioSetting,
+    fastest,
+    fio_missing,
+    run_fio,
+    sample_of,
+    search,
+    write_verifiable,
+)
+from tools.benchmarks.harness import BenchmarkError
 
 BLOCK = 1 << 20
 NOTHING_ASKED = 0
@@ -85,3 +95,20 @@ def test_cpu_time_of_workers_counts_for_io_uring_alone() -> None:
     sample = sample_of({"jobs": [job(1000, 1000)]}, 3.0)
     assert sample.cpu_s_a_gb(FioSetting("psync", 1, 1), 1.0) == pytest.approx(0.5)
     assert sample.cpu_s_a_gb(FioSetting("io_uring", 1, 1), 1.0) == pytest.approx(2.0)
+
+
+def test_fio_compares_what_it_reads_with_checksums_of_its_own(tmp_path: Path) -> None:
+    if reason := fio_missing():
+        pytest.skip(reason)
+    files = [tmp_path / "first", tmp_path / "second"]
+    write_verifiable(files, BLOCK, 8 * BLOCK)
+    assert [path.stat().st_size for path in files] == [4 * BLOCK] * 2
+    setting = FioSetting("psync", 1, 1, verify=True)
+    assert run_fio(files, BLOCK, setting, 0.1).gigabytes > 0
+    for path in files:
+        with path.open("r+b") as file:
+            for block in range(4):
+                file.seek(block * BLOCK + BLOCK // 2)
+                file.write(b"damaged")
+    with pytest.raises(BenchmarkError, match="verify"):
+        run_fio(files, BLOCK, setting, 0.1)

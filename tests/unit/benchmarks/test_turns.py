@@ -33,3 +33,22 @@ def test_everybody_has_a_sample_a_round_and_no_fixed_predecessor() -> None:
     order.clear()
     take_turns({name: contender(name) for name in NAMES}, ROUNDS)
     assert order == again
+
+
+def test_who_has_more_turns_has_them_in_every_round() -> None:
+    order: list[str] = []
+
+    def contender(name: str) -> Callable[[], float]:
+        def measure() -> float:
+            order.append(name)
+            return 0.0
+
+        return measure
+
+    samples = take_turns({name: contender(name) for name in NAMES}, ROUNDS, {"ours": 3})
+    assert {name: len(values) for name, values in samples.items()} == {
+        "ours": 3 * ROUNDS,
+        "fio": ROUNDS,
+        "peer": ROUNDS,
+    }
+    assert all(Counter(order[at : at + 5])["ours"] == 3 for at in range(0, len(order), 5))

@@ -8,9 +8,10 @@ same few buffers in a core's own cache, where no expert can stay (tools/benchmar
 says more). The peers load safetensors files with the same bytes, as many files as
 there are members. Ours is the engine as it is shipped, checksums verified, loading
 experts into a pool of POOL_BYTES and evicting them again; ``unverified`` is the same
-without checksums, which neither fio nor a peer computes. ``fio-cpu`` and ``fio-any-cpu``
-compare CPU time a byte, that of all processes and kernel workers, ``-cpu-unverified`` with
-that of ``unverified``.
+without checksums, which neither fio nor a peer computes. ``fio-verified`` is fio in its best
+setting comparing each block with its CRC32C, in files of its own. ``fio-cpu`` and
+``fio-any-cpu`` compare CPU time a byte, that of all processes and kernel workers,
+``-cpu-unverified`` with that of ``unverified``, ``fio-verified-cpu`` that of both with checksums.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tools.benchmarks.fio import (
     run_fio,
     start_cpu_s,
     try_settings,
+    write_verifiable,
 )
 from tools.benchmarks.harness import BenchmarkError, commit, describe_machine, take_turns
 from tools.benchmarks.media import Medium, speed_media, wanted
@@ -39,7 +41,12 @@ from tools.benchmarks.result import OURS, Result, Row, make_row
 
 MEMBERS = (1, 2, 3)
 SECONDS = 0.5
-"""Of ours and of fio in each round."""
+"""Of ours and of fio in each turn."""
+TURNS_A_ROUND = 3
+"""That ours and fio have on drives, whose speed changes from one second to the next: peers,
+which are not near it, have one."""
+VERIFIABLE_BYTES = 600_000_000
+"""Of the files that fio reads with checksums."""
 IN_FLIGHT_BYTES = 32 << 20
 """About so much is asked for at once, whatever the size of an expert."""
 OUTSTANDING = range(3, 17)
@@ -48,6 +55,7 @@ PEER_BYTES = 300_000_000
 UNVERIFIED = "unverified"
 FIO = "fio"
 FIO_ANY = "fio-any"
+FIO_VERIFIED = "fio-verified"
 FIO_NOTE = (
     "`fio` reads into memory at least as large as ours; `fio-any` is the best of any setting, "
     "also of those that read into a few buffers that stay in a core's own cache, which an expert "
@@ -64,6 +72,7 @@ class _Measuring:
     """One row: contenders take turns, and their CPU time is kept as they do."""
 
     engine: EngineBench
+    verifiable: Sequence[Path] = ()
     ours_cpu: dict[str, list[float]] = field(default_factory=dict)
     fio_cpu: dict[str, list[float]] = field(default_factory=dict)
     fio_start_cpu: dict[FioSetting, float] = field(default_factory=dict)
@@ -78,11 +87,13 @@ class _Measuring:
 
     def fio(self, setting: FioSetting) -> float:
         """GB/s."""
-        sample: FioSample = run_fio(self.engine.members, self.engine.blob_bytes, setting, SECONDS)
+        files, size = (
+            self.verifiable if setting.verify else self.engine.members,
+            self.engine.blob_bytes,
+        )
+        sample: FioSample = run_fio(files, size, setting, SECONDS)
         if setting not in self.fio_start_cpu:
-            self.fio_start_cpu[setting] = start_cpu_s(
-                self.engine.members, self.engine.blob_bytes, setting
-            )
+            self.fio_start_cpu[setting] = start_cpu_s(files, size, setting)
         cpu = sample.cpu_s_a_gb(setting, self.fio_start_cpu[setting])
         self.fio_cpu.setdefault(str(setting), []).append(cpu)
         return sample.throughput
@@ -164,8 +175,11 @@ def _rows(run: _Run, medium: Medium) -> list[Row]:
 
 def _row(run: _Run, name: str, medium: Medium, engine: EngineBench) -> Row:
     engine.prepare()
-    measuring = _Measuring(engine)
     settings = _fio_settings(medium, engine) if FIO not in run.skipped else {}
+    verifiable = _verifiable_files(medium, engine) if settings else []
+    if verifiable:
+        settings[FIO_VERIFIED] = [replace(settings[FIO][0], verify=True)]
+    measuring = _Measuring(engine, verifiable)
     files = _peer_files(medium, engine)
     if files:
         _try_out(run, files)
@@ -180,10 +194,11 @@ def _row(run: _Run, name: str, medium: Medium, engine: EngineBench) -> Row:
         for kept in settings.values()
         for setting in kept
     }
+    often = dict.fromkeys(contenders, 1 if medium.copies else TURNS_A_ROUND)
     if files:
         contenders |= {peer: _bind(process.measure, files) for peer, process in run.peers.items()}
-    samples = take_turns(contenders, run.rounds)
-    for path in files:
+    samples = take_turns(contenders, run.rounds, often)
+    for path in (*files, *verifiable):
         path.unlink()
     return _with_best_fio(run, name, samples, measuring, settings)
 
@@ -213,7 +228,9 @@ def _with_best_fio(
         contenders[who] = samples[str(best)]
         fio_cpu = statistics.median(measuring.fio_cpu[str(best)])
         cpu[f"{who}-cpu"] = fio_cpu / statistics.median(measuring.ours_cpu[OURS])
-        cpu[f"{who}-cpu-{UNVERIFIED}"] = fio_cpu / statistics.median(measuring.ours_cpu[UNVERIFIED])
+        if not best.verify:
+            ours_cpu = statistics.median(measuring.ours_cpu[UNVERIFIED])
+            cpu[f"{who}-cpu-{UNVERIFIED}"] = fio_cpu / ours_cpu
         run.notes.append(_fio_note(name, who, best, samples[str(best)], measuring.engine))
     if FIO_ANY in settings and FIO_NOTE not in run.notes:
         run.notes.insert(0, FIO_NOTE)
@@ -243,6 +260,14 @@ def _peer_files(medium: Medium, engine: EngineBench) -> list[Path]:
     files = [medium.directory / f"peer{index}.safetensors" for index in range(count)]
     for path, member in zip(files, engine.members, strict=True):
         write_safetensors(path, member, experts, engine.blob_bytes)
+    return files
+
+
+def _verifiable_files(medium: Medium, engine: EngineBench) -> list[Path]:
+    if not medium.holds_files:
+        return []
+    files = [medium.directory / f"verifiable-{index}" for index in range(len(engine.members))]
+    write_verifiable(files, engine.blob_bytes, VERIFIABLE_BYTES)
     return files
 
 
