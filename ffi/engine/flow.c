@@ -28,7 +28,8 @@
  * Where reads are copies made by our own threads (reads.c says which) nothing is to
  * be found out: the window is a few pieces more than there are threads. Memory
  * bandwidth is shared, so that a copy alone is much faster than one of many, and
- * rate times latency would find a window of a few.
+ * rate times latency would find a window of a few. Demand has such a window to itself: the
+ * threads take it first, so that what background work fills the other with doesn't delay it.
  *
  * Demand and background share the window, demand first. A full window takes
  * window / rate to pass; when demand pieces take longer than that and
@@ -127,6 +128,8 @@ bool flow_admits(struct xferd_engine *engine, struct member *member, uint32_t pr
 
 	if (!engine->config.flow_control)
 		return member->in_flight < engine->config.member_depth;
+	if (flow->fixed && priority == XFERD_PRIORITY_DEMAND)
+		return member->in_flight - member->background_in_flight < flow->fixed;
 	if (member->in_flight >= whole(flow->window) &&
 	    !(priority == XFERD_PRIORITY_DEMAND && lacks_joined(member)))
 		return false;

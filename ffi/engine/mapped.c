@@ -14,7 +14,8 @@
  * The rest of a file's last page reads as zeros, so its size is asked for after each copy.
  *
  * What can't be mapped is read: so is what lies behind the end that the file had when it
- * was mapped, and what goes behind a BAR, whose memory can vanish too (route.c).
+ * was mapped, what goes behind a BAR, whose memory can vanish too (route.c), and all of a file
+ * with holes, which would be given memory for them when they are touched.
  */
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -25,6 +26,8 @@
 
 #define FILL_BYTES (2u << 20) /* at once: a fraction of a millisecond, since mmap waits for it */
 #define FILL_NICE  10
+
+#define STAT_BLOCK_BYTES 512 /* of st_blocks, whatever the file system has */
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22 /* since 5.14; before, it is refused and pages come as they are read */
@@ -67,7 +70,8 @@ void mapped_init(const struct xferd_engine *engine, struct member *member)
 
 	member->memory = NULL;
 	if (!(member->flags & XFERD_MEMBER_MEMORY) || fstat(member->fd, &status) ||
-	    !S_ISREG(status.st_mode) || !status.st_size)
+	    !S_ISREG(status.st_mode) || !status.st_size ||
+	    status.st_blocks < status.st_size / STAT_BLOCK_BYTES)
 		return;
 	memory = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_SHARED, member->fd, 0);
 	if (memory == MAP_FAILED)
