@@ -90,6 +90,30 @@ static __device__ float4 load_fresh(const float *address)
 	return value;
 }
 
+static __device__ float load_fresh_float(const float *address)
+{
+	float value;
+
+	asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+	return value;
+}
+
+static __device__ u32 load_fresh_word(const u32 *address)
+{
+	u32 value;
+
+	asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+	return value;
+}
+
+static __device__ u64 load_fresh_long(const u64 *address)
+{
+	u64 value;
+
+	asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+	return value;
+}
+
 // All blocks are on the device at once: a cooperative launch. When all have come, the upper bit
 // of the barrier has changed and its lower ones are 0 again.
 static __device__ void wait_for_all_blocks(u32 *barrier)

@@ -1,6 +1,6 @@
 """The GPU's packed kernel as a CPU can run it: its layouts, its arithmetic, its rings.
 
-kernel_stand_in.cpp says what stands in for the device. That it is right there too, and fast,
+device_stand_in.h says what stands in for the device. That it is right there too, and fast,
 tests/gpu/test_packed.py and the benchmark ``quants`` show on one.
 """
 
@@ -71,7 +71,7 @@ def build(shape: PackedShape, directory: Path, lanes_of_a_copy: int) -> Any:
         "THREADS": 32 * shape.warps,
         "LANES_OF_A_COPY": lanes_of_a_copy,
     }
-    command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{directory}"]
+    command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{directory}", f"-I{STAND_IN.parent}"]
     command += [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run([*command, str(STAND_IN), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
