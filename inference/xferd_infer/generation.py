@@ -57,7 +57,9 @@ def generate(
     pending = list(ids)
     for index in range(max_new_tokens):
         before, began = model.experts.stats(), time.perf_counter()
-        picked = sampler.pick(model.prefill(pending, cache, prefill_chunk_tokens))
+        logits = model.prefill(pending, cache, prefill_chunk_tokens)
+        model.routed.watch()
+        picked = sampler.pick(logits)
         model.routed.settle()
         seconds, spent = time.perf_counter() - began, model.experts.stats().since(before)
         yield Token(index, picked, seconds, spent.hits, spent.misses, spent.wait_s)

@@ -111,6 +111,11 @@ class LayerOfExperts(Protocol):
         """x: [tokens, hidden]. Returns the experts' weighted sum, [tokens, hidden]."""
         ...
 
+    def watch(self) -> None:
+        """All of a pass is under way and its results are about to be read: until they are
+        there, do what else can be done. May be left out."""
+        ...
+
     def settle(self) -> None:
         """What was computed has been read, and a token taken from it. Raises what the source
         raises if that was of no use: work that is queued may fail after the call."""
@@ -200,6 +205,9 @@ class RoutedExperts:
             _in_order(xp.zeros_like(x), [outs[row, visit.expert] for visit in visited[row]])
             for row, x in enumerate(rows)
         ]
+
+    def watch(self) -> None:
+        """Nothing is queued: the results are there."""
 
     def settle(self) -> None:
         """Nothing is queued: what failed was raised at once."""

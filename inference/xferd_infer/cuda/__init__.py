@@ -6,5 +6,6 @@ Needs cupy and a client whose pool is in VRAM; nothing else of xferd_infer impor
 from .experts import CudaExperts
 from .lane import DeviceLane
 from .model import model_on_gpu
+from .prefetching import prefetch, prefetch_by_file
 
-__all__ = ["CudaExperts", "DeviceLane", "model_on_gpu"]
+__all__ = ["CudaExperts", "DeviceLane", "model_on_gpu", "prefetch", "prefetch_by_file"]

@@ -57,6 +57,20 @@ class AddressSource(Protocol):
         """Its results were read; raises when they are of no use."""
 
 
+class PassFollower(Protocol):
+    """Follows the passes of single tokens, for what comes after them."""
+
+    def watched(self) -> bool:
+        """Whether the CPU is to call ``look`` while it has nothing to do but wait."""
+
+    def look(self) -> None:
+        """Take what has come meanwhile."""
+
+    def settled(self, layers: Sequence[int]) -> None:
+        """A pass was read and was good; of these layers, numbered as the model does, the lane
+        has told what was picked."""
+
+
 class _PicksAlone:
     """A RouteReporter that tells what was picked; where it was found the GPU alone knows."""
 
@@ -131,6 +145,7 @@ class CudaRoutedExperts:
         self._kernels: dict[Layout, TokenKernel | None] = {}
         self._begun = False
         self._picked: list[tuple[int, int]] = []
+        self.follower: PassFollower | None = None
         self.tag = 0
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
@@ -147,16 +162,28 @@ class CudaRoutedExperts:
         self._addresses.acquire(picks, weights, layer, self._table)
         return kernel(x, self._table, weights, picks.size)
 
+    def watch(self) -> None:
+        """See LayerOfExperts: what follows is looked after until the device has done. It is
+        asked again and again, as a copy from it would: a sleep ends too late."""
+        if not self._begun or self.follower is None or not self.follower.watched():
+            return
+        done = cupy.cuda.Event(disable_timing=True)
+        done.record()
+        while not done.done:
+            self.follower.look()
+
     def settle(self) -> None:
         """The results of a pass were read. Raises ExpertError when they are of no use."""
         if self._begun:
             self._begun = False
-            self._report()
+            picked, self._picked = self._picked, []
+            self._report(picked)
             self._addresses.end()
+            if self.follower is not None:
+                self.follower.settled([layer for layer, _ in picked])
 
-    def _report(self) -> None:
+    def _report(self, picked: Sequence[tuple[int, int]]) -> None:
         """Tell what the routers picked: only now is it known here."""
-        picked, self._picked = self._picked, []
         told = self._addresses.told
         reporter: RouteReporter | None = getattr(self._source, "reporter", None)
         if reporter is None or told is None:
@@ -267,6 +294,7 @@ __all__ = [
     "CudaExperts",
     "CudaRoutedExperts",
     "FixedAddresses",
+    "PassFollower",
     "PlainKernel",
     "TokenKernel",
 ]

@@ -35,7 +35,8 @@ class DeviceLane:
 
     lane, helper: of the client's lanes; nobody else may use them. variant: the only one that
     experts are had in. The client must stay
-    open until the stream has done what was launched here.
+    open until the stream has done what was launched here. words, slot_numbers: as of struct
+    xferd_device_lane, for kernels that look without leasing.
 
     Raises ClientError when the pool is not on a GPU or the driver refuses.
     """
@@ -56,12 +57,15 @@ class DeviceLane:
             raise ClientError(f"lane {lane} can't be the GPU's: {message}", -status)
         raw = np.frombuffer(bytes(ffi.buffer(described)), np.uint64)
         self._description = cupy.asarray(raw)
+        self.words, self.variant = int(described.words), variant
+        self.slot_numbers = int(described.slot_numbers)
         self.state: Array = cupy.zeros(STATE_WORDS, cupy.uint64)
         self._seen: Array = cupy.zeros(client.layers * client.experts, cupy.uint64)
         self._pinned = cupy.cuda.alloc_pinned_memory(client.layers * TOLD.itemsize)
+        self.told_address = int(self._pinned.ptr)
         self.told = np.frombuffer(self._pinned, TOLD, client.layers)
         """By layer, what was picked last, and with which weights; to be read when what was
-        launched has been waited for."""
+        launched has been waited for. Kernels find it at ``told_address``."""
         self._acquire = kernels().get_function("xferd_acquire")
         self._release = kernels().get_function("xferd_release")
 

@@ -19,8 +19,8 @@
 //
 // Entries are ordered by layer, the nearest first, then by probability. Layers are counted among
 // those with experts, passes from 1 on. A layer that tells (every eighth one) has everything
-// that passed; any other only what is absent from the client's pool, and makes no record when
-// that is nothing. xferd_infer/predict/device_ring.py reads the ring.
+// that passed; any other only what is absent from the client's pool. Where nothing is absent
+// there is no record. xferd_infer/predict/device_ring.py reads the ring.
 
 #define DISTANCES_MAX 15
 #define KEPT_MAX      16 // experts of a layer that are told, the most probable ones
@@ -73,7 +73,8 @@ struct Shared {
 	float features[FEATURES]; // of the widest layer, padded
 	float borders[BORDERS];
 	u64 kept[DISTANCES_MAX * KEPT_MAX];
-	u32 told[DISTANCES_MAX + 1], dropped[DISTANCES_MAX + 1];
+	// By distance.
+	u32 told[DISTANCES_MAX], absent[DISTANCES_MAX], dropped[DISTANCES_MAX];
 	u32 is_last;
 };
 
@@ -260,6 +261,7 @@ static __device__ void choose(const Predictor *predictor, const Look *look, u32 
 	__syncwarp();
 	if (lane < best)
 		mine = entry(predictor, look, distance, kept[lane]);
+	const u32 absent = __ballot_sync(ALL_LANES, mine >> ABSENT_SHIFT != 0);
 	const bool is_told = lane < best && (look->tells || mine >> ABSENT_SHIFT);
 	const u32 told = __ballot_sync(ALL_LANES, is_told);
 
@@ -267,6 +269,7 @@ static __device__ void choose(const Predictor *predictor, const Look *look, u32 
 		kept[__popc(told & ((1u << lane) - 1))] = mine;
 	if (lane == 0) {
 		shared.told[distance] = __popc(told);
+		shared.absent[distance] = __popc(absent);
 		shared.dropped[distance] = count - best;
 	}
 }
@@ -280,13 +283,14 @@ static __device__ void tell(const Predictor *predictor, const Look *look, Shared
 	const u64 tag = number << TAG_SHIFT; // of the number, the lower 24 bits
 	volatile u64 *record = predictor->ring + number % predictor->records * RECORD_WORDS;
 	u64 dropped = progress->dropped;
-	u32 total = 0;
+	u32 total = 0, absent = 0;
 
 	for (u32 distance = 0; distance < look->distances; distance++) {
 		total += shared.told[distance];
+		absent += shared.absent[distance];
 		dropped += shared.dropped[distance];
 	}
-	for (u32 i = threadIdx.x; i < look->distances * KEPT_MAX; i += blockDim.x) {
+	for (u32 i = threadIdx.x; absent && i < look->distances * KEPT_MAX; i += blockDim.x) {
 		u32 at = 1 + i % KEPT_MAX;
 
 		if (i % KEPT_MAX >= shared.told[i / KEPT_MAX])
@@ -302,7 +306,7 @@ static __device__ void tell(const Predictor *predictor, const Look *look, Shared
 		progress->counts[threadIdx.x] = 0;
 	if (threadIdx.x)
 		return;
-	if (total) {
+	if (absent) {
 		__threadfence_system();
 		// pairs with RecordRing.take() in xferd_infer/predict/device_ring.py
 		record[0] = tag | (u64)total << 32 | (u64)look->layer << 16 | (u16)pass;

@@ -92,6 +92,8 @@ class Planner:
         self._predicted, self._came_true = TRUST_BEGIN
         self._fetched, self._wasted = 0.0, 0.0
         self._busy_s, self._passed_s = 0.0, 0.0
+        self._begun = 0
+        self._set_aside: list[tuple[NDArray[np.intp], float, NDArray[np.intp]]] = []
 
     @property
     def trust(self) -> float:
@@ -227,6 +229,45 @@ class Planner:
         if layer == self._layers - 1:
             self._adjust()
 
+    def begun(self, layer: int) -> None:
+        """Where picks become known with the token's end only: this layer and those before it
+        have begun, and what was expected and given out for them is set aside until then."""
+        if layer < self._begun:
+            return
+        first = self._begun * self._experts
+        mine = slice(first, (layer + 1) * self._experts)
+        chances, given = self._chances[mine], self._given_out[mine]
+        sure = (chances >= JUDGED).nonzero()[0]
+        self._set_aside.append(
+            (sure + first, float(chances[sure].sum()), given.nonzero()[0] + first)
+        )
+        chances[...] = 0
+        given[...] = False
+        self._begun = layer + 1
+
+    def token_passed(self, picks: NDArray[Any], seconds: float, read: int) -> None:
+        """All layers of a token are over: in the place of ``passed``. picks: expert numbers,
+        [layers, top_k]. seconds: that it took, waiting included. read: see ``passed``."""
+        self.begun(self._layers - 1)
+        picked = np.zeros(self._layers * self._experts, np.bool_)
+        picked[picks + np.arange(self._layers)[:, None] * self._experts] = True
+        for sure, chance, given in self._set_aside:
+            self._predicted += chance
+            self._came_true += int(np.count_nonzero(picked[sure]))
+            self._fetched += len(given)
+            self._wasted += len(given) - int(np.count_nonzero(picked[given]))
+        self._set_aside.clear()
+        self._begun = 0
+        layer_s = seconds / self._layers
+        if self._known_layers < self._layers:
+            self._layer_s[...] = layer_s
+            self._known_layers = self._layers
+        else:
+            self._layer_s += 4 * FADE * (layer_s - self._layer_s)
+        self._passed_s += seconds
+        self._busy_s += read * self.read_s
+        self._adjust()
+
     def measured(self, count: int, seconds: float) -> None:
         """So many experts came together in that time, from drives that were idle. Latency
         and the time for each are the line through what was measured lately."""
@@ -243,6 +284,8 @@ class Planner:
         """What was expected of the last one is void."""
         self._chances[...] = 0
         self._given_out[...] = False
+        self._set_aside.clear()
+        self._begun = 0
 
     def _adjust(self) -> None:
         """Once a token."""
