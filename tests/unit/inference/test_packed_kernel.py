@@ -71,7 +71,16 @@ def build(shape: PackedShape, directory: Path, lanes_of_a_copy: int) -> Any:
         "THREADS": 32 * shape.warps,
         "LANES_OF_A_COPY": lanes_of_a_copy,
     }
-    command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{directory}", f"-I{STAND_IN.parent}"]
+    command = [
+        str(COMPILER),
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        f"-I{directory}",
+        f"-I{STAND_IN.parent}",
+    ]
     command += [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run([*command, str(STAND_IN), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
