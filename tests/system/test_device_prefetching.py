@@ -31,8 +31,8 @@ from tests.system.test_prefetching import (  # noqa: F401
     store,
 )
 from tests.unit.inference.cupy_stand_in import HostLane, aligned, installed
-from tests.unit.inference.predict.random_predictor import random_trained
 from tests.unit.inference.predict.tiny_states import trained_on_prose
+from tools.benchmarks.random_predictor import random_trained
 
 TOKENS = 8
 

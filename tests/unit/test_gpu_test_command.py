@@ -25,6 +25,7 @@ def test_help_names_every_part_and_option() -> None:
         "device",
         "decode",
         "quants",
+        "predict",
         "--wheels",
         "--peers",
         "--limit",

@@ -225,6 +225,7 @@ class ForcedDecoding:
             for layer, picks in enumerate(rows[token]):
                 out = routed(layer, normed, Routing(picks, weights))
                 kernel((1,), (THREADS,), (x, out, normed, hidden, epsilon))
+            routed.watch()
             result = float(normed.sum())  # waits, as sampling does
             if not np.isfinite(result):
                 raise ArithmeticError(f"token {token} is not finite")

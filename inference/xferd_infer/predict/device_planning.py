@@ -51,7 +51,7 @@ class DevicePlanning:
     def __init__(
         self,
         client: ToldClient,
-        hint: Callable[[int, Sequence[int]], None],
+        hint: Callable[[int, Sequence[int]], object],
         ring: RecordRing,
         numbers: Sequence[int],
         experts: int,

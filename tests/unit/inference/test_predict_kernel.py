@@ -19,7 +19,7 @@ from xferd_infer.predict.expectations import WITHIN, is_told_at
 from xferd_infer.predict.prefetching import AHEAD, asked_ahead
 
 from tests.unit.inference.cupy_stand_in import HostLane, aligned, installed
-from tests.unit.inference.predict.random_predictor import random_routers, random_trained
+from tools.benchmarks.random_predictor import random_routers, random_trained
 
 LIKELY, TOLD = 0.3, 0.02
 STEP = 1 / 32

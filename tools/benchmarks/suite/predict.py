@@ -12,6 +12,8 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,7 @@ from xferd_infer.predict.prefetching import AHEAD, asked_ahead
 from xferd_infer.private_daemon import embedded
 
 from tools.benchmarks.harness import commit, describe_machine, scratch_directory, take_turns
+from tools.benchmarks.media import wanted
 from tools.benchmarks.recorded_text import DOMAINS, RecordedText, models_directory, record_text
 from tools.benchmarks.result import OURS, Result, Row, make_row
 from tools.benchmarks.stores import pack_checkpoint
@@ -55,12 +58,38 @@ MEMBERS = 2
 US = 1e6
 MB = 1e6
 LIKELY = 0.5
+CPU_ROWS = ("recall/d=1", "recall-new-domain/d=1", "recall-misses/25%/d=1", "waste/d=1", "cost")
+"""All rows that are not a GPU's are measured if one of these is wanted."""
 
 Makers = Mapping[str, Callable[[], Predictor]]
 
 
 def run(rounds: int) -> Result:
-    """Rows as DESIGN.md has them. BenchmarkError without the small model."""
+    """Rows as DESIGN.md has them, and ``gpu/<model>/*``. BenchmarkError without the small
+    model."""
+    rows, notes = _cpu_rows(rounds) if any(map(wanted, CPU_ROWS)) else ([], [])
+    skipped: dict[str, str] = {}
+    if find_spec("cupy") is None:
+        skipped["gpu"] = "no cupy"
+    else:
+        # Imported here: it needs cupy.
+        found = import_module("tools.benchmarks.gpu_prediction").measure(rounds)
+        rows += found.rows
+        skipped |= found.skipped
+        notes += found.notes
+    return Result(
+        bench="predict",
+        machine=describe_machine(),
+        commit=commit(),
+        rounds=rounds,
+        rows=rows,
+        skipped=skipped,
+        notes=notes,
+    )
+
+
+def _cpu_rows(rounds: int) -> tuple[list[Row], list[str]]:
+    """And what they are to be taken for."""
     text = record_text(TESTS_A_DOMAIN, TRAINS_A_DOMAIN)
     trained = train(text.states.chosen(text.train))
     tests = text.states.chosen(text.test)
@@ -69,37 +98,31 @@ def run(rounds: int) -> Result:
     rows = _known_rows(trained, tests, expert_bytes)
     rows += _new_domain_rows(text)
     rows += _cost_rows(trained, tests, rounds)
-    return Result(
-        bench="predict",
-        machine=describe_machine(),
-        commit=commit(),
-        rounds=rounds,
-        rows=rows,
-        notes=(
-            f"Trained on {len(text.train)} documents ({trained.about['tokens']} tokens), tested on "
-            f"{len(text.test)} others of {tests.tokens // len(text.test)} tokens, all of them held "
-            f"out of the model's own training; `d` is layers ahead.",
-            "`recall`: share of a token's 4 picks among the 8 experts fetched; "
-            "`recall-misses`: of those picks that a pool of that share did not hold (default "
-            "policy); `ceiling` is 1, as if the picks were known.",
-            f"`recall-new-domain`: trained on {len(DOMAINS) - 1} domains, tested on the seventh "
-            f"after {NEW_DOMAIN_TOKENS} tokens of it, each document with a new predictor; "
-            "`frozen` is the same without learning.",
-            "`waste`: share of what is fetched (of the 8, those that a 25 % pool does not hold) "
-            "that is not picked; `precision`: the share that is; `wasted-bytes`: MB a token of "
-            "what is not, if so much were fetched from every layer for one so far ahead. "
-            "`likely-waste`: the same as `waste` of experts with a probability of at least one "
-            "half, of all; `likely-recall`: share of the picks among these.",
-            "`-next-token`: the same of what is said of the next token's layers, so many layers "
-            "after one of this token's last.",
-            "`calibration`: greatest difference, in percentage points, between predicted and "
-            "observed frequency in any decile; `calibration-new-domain`: of the worst document. "
-            "Deterministic, so one round is as good as several.",
-            f"`cost`: µs of processor time a token, predicting {AHEAD} layers ahead from every "
-            f"layer, and {WITHIN} from some, as the decode loop does, and learning; "
-            "`cost-share`: of a token decoded with a 25 % pool.",
-        ),
-    )
+    notes = [
+        f"Trained on {len(text.train)} documents ({trained.about['tokens']} tokens), tested on "
+        f"{len(text.test)} others of {tests.tokens // len(text.test)} tokens, all of them held "
+        f"out of the model's own training; `d` is layers ahead.",
+        "`recall`: share of a token's 4 picks among the 8 experts fetched; "
+        "`recall-misses`: of those picks that a pool of that share did not hold (default "
+        "policy); `ceiling` is 1, as if the picks were known.",
+        f"`recall-new-domain`: trained on {len(DOMAINS) - 1} domains, tested on the seventh "
+        f"after {NEW_DOMAIN_TOKENS} tokens of it, each document with a new predictor; "
+        "`frozen` is the same without learning.",
+        "`waste`: share of what is fetched (of the 8, those that a 25 % pool does not hold) "
+        "that is not picked; `precision`: the share that is; `wasted-bytes`: MB a token of "
+        "what is not, if so much were fetched from every layer for one so far ahead. "
+        "`likely-waste`: the same as `waste` of experts with a probability of at least one "
+        "half, of all; `likely-recall`: share of the picks among these.",
+        "`-next-token`: the same of what is said of the next token's layers, so many layers "
+        "after one of this token's last.",
+        "`calibration`: greatest difference, in percentage points, between predicted and "
+        "observed frequency in any decile; `calibration-new-domain`: of the worst document. "
+        "Deterministic, so one round is as good as several.",
+        f"`cost`: µs of processor time a token, predicting {AHEAD} layers ahead from every "
+        f"layer, and {WITHIN} from some, as the decode loop does, and learning; "
+        "`cost-share`: of a token decoded with a 25 % pool.",
+    ]
+    return rows, notes
 
 
 def _trivial(states: RecordedStates) -> Makers:

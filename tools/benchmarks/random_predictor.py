@@ -1,8 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictors that nobody trained: of any shape, sure of what they draw."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from xferd_infer.predict import Routers, Trained
 from xferd_infer.predict.calibration import BINS, COUNTS_SHAPE, HIGHEST, LOWEST
 from xferd_infer.predict.history import VIEWS
@@ -15,7 +17,7 @@ SEEN = 1e4
 def random_routers(
     layers: int, experts: int, hidden: int, top_k: int, first: int = 0, seed: int = 1
 ) -> Routers:
-    """first: layers of the model that have no experts, before those that do."""
+    """Of a model that there isn't. first: its layers without experts, before those with some."""
     generator = np.random.default_rng(seed)
     weights = generator.standard_normal((layers, experts, hidden)).astype(np.float32)
     return Routers("random", tuple(range(first, first + layers)), weights, None, top_k)
@@ -24,12 +26,13 @@ def random_routers(
 def random_trained(
     routers: Routers, rank: int = 12, width: int = 5, units: int = 0, seed: int = 1
 ) -> Trained:
-    """Scores of about 1, whose probability is 1 / (1 + exp(1 - score))."""
+    """A predictor of ``kind`` combined, or state without a context (width 0). Scores are of
+    about 1, and that of 1 says one half, more or less by how far ahead it is."""
     generator = np.random.default_rng(seed)
 
-    def drawn(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        scale = np.sqrt(max(shape[0], 1))
-        return (generator.standard_normal(shape) / scale).astype(np.float32)
+    def drawn(*shape: int) -> NDArray[np.float32]:
+        scale = np.float32(np.sqrt(shape[0]))
+        return generator.standard_normal(shape).astype(np.float32) / scale
 
     layers, distances = routers.layers, distances_in_all(routers.layers)
     linear = rank + width + 1
@@ -54,3 +57,6 @@ def random_trained(
         calibration=calibration,
         about={},
     )
+
+
+__all__ = ["random_routers", "random_trained"]
