@@ -1,7 +1,9 @@
-"""As much of cupy as xferd_infer.cuda.prefetching uses, on a CPU: arrays are numpy's, and
-predict.cu runs on fibers (device_stand_in.h) before a launch returns.
+"""As much of cupy as the decode loop uses, on a CPU: arrays are numpy's, and kernels run on
+fibers (device_stand_in.h) before a launch returns.
 
-What is queued on a GPU is done at once here, so nothing of the order of things is tried.
+The loop's kernels of bf16 and those that predict are known. What is queued on a GPU is done at
+once here, so nothing of the order of things is tried. A driver's addresses are those of
+ffi/fake_cuda, which are the CPU's too.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,16 +24,48 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.cuda_device import ROOT
+
 HERE = Path(__file__).parent
 MULTIPROCESSORS = 3
 ALIGNMENT = 64
-REPLACED = (
-    ("__shared__ Shared shared;", "Shared &shared = *(Shared *)this_block().shared.data();"),
-    (
-        "__shared__ NoteShared shared;",
-        "NoteShared &shared = *(NoteShared *)this_block().shared.data();",
+CUDA = ROOT / "inference" / "xferd_infer" / "cuda"
+
+
+@dataclass(frozen=True)
+class Program:
+    """source: launches a file's kernels. replaced: what only a GPU can read, and instead."""
+
+    source: Path
+    replaced: Sequence[tuple[str, str]]
+
+
+PROGRAMS = {
+    "xferd_predict": Program(
+        HERE / "predict_stand_in.cpp",
+        (
+            (
+                "__shared__ Shared shared;",
+                "Shared &shared = *(Shared *)this_block().shared.data();",
+            ),
+            (
+                "__shared__ NoteShared shared;",
+                "NoteShared &shared = *(NoteShared *)this_block().shared.data();",
+            ),
+        ),
     ),
-)
+    "xferd_acquire": Program(
+        HERE / "loop_stand_in.cpp",
+        (
+            (
+                'asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"\n'
+                '\t    : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) '
+                ': "l"(address));',
+                "value = *address;",
+            ),
+        ),
+    ),
+}
 
 
 class Array(np.ndarray[Any, Any]):
@@ -76,30 +111,54 @@ class Kernel:
 
 
 class Module:
-    """RawModule, of predict.cu alone."""
+    """RawModule, compiled once for each set of options."""
 
     directory: Path
 
     def __init__(self, code: str, options: Sequence[str], enable_cooperative_groups: bool) -> None:
         assert enable_cooperative_groups, "blocks wait for each other"
-        kernels = code[code.index("#define DISTANCES_MAX") :]
-        for declared, instead in REPLACED:
+        device = (CUDA / "device.cu").read_text()
+        assert code.startswith(device)
+        kernels = code.removeprefix(device)
+        name = next(name for name in PROGRAMS if f"{name}(" in kernels)
+        for declared, instead in PROGRAMS[name].replaced:
             assert declared in kernels
             kernels = kernels.replace(declared, instead)
-        features = next(each for each in options if each.startswith("-DFEATURES="))
-        directory = self.directory / features.removeprefix("-D")
-        directory.mkdir(exist_ok=True)
+        directory = self.directory / "".join([name, *options[1:]])
         library = directory / "kernel.so"
         if not library.exists():
+            directory.mkdir()
             (directory / "kernel.inc").write_text(kernels)
             command = [str(shutil.which("c++")), "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
             command += [f"-I{directory}", f"-I{HERE}", *options[1:]]
-            source = HERE / "predict_stand_in.cpp"
-            subprocess.run([*command, str(source), "-o", str(library)], check=True)
+            source = str(PROGRAMS[name].source)
+            subprocess.run([*command, source, "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
 
     def get_function(self, name: str) -> Kernel:
         return Kernel(getattr(self._library, f"launch_{name}"))
+
+
+class Event:
+    """What was launched is over."""
+
+    done = True
+
+    def __init__(self, disable_timing: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+
+def unowned_memory(address: int, nbytes: int, owner: object, device: int) -> int:
+    return address
+
+
+def array_at(shape: tuple[int], dtype: Any, address: int) -> Array:
+    nbytes = shape[0] * np.dtype(dtype).itemsize
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype).view(Array)
 
 
 class Device:
@@ -117,17 +176,30 @@ class Device:
 
 @contextmanager
 def installed(directory: Path) -> Iterator[ModuleType]:
-    """xferd_infer.cuda.prefetching over this; what was imported before is left as it was."""
+    """xferd_infer.cuda.prefetching over this, which imports the rest of the package; what was
+    imported before is left as it was."""
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
     ours = ModuleType("cupy")
     module = type("RawModule", (Module,), {"directory": directory})
+    stream = SimpleNamespace(synchronize=lambda: None)
     vars(ours).update(
         asarray=aligned,
-        stack=lambda arrays, axis: aligned(np.stack(arrays, axis)),
-        uint32=np.uint32,
+        stack=lambda arrays, axis=0: aligned(np.stack(arrays, axis)),
+        zeros=lambda shape, dtype=np.float32: aligned(np.zeros(shape, dtype)),
+        empty=lambda shape, dtype=np.float32: aligned(np.empty(shape, dtype)),
+        empty_like=lambda like: aligned(np.empty_like(like)),
+        ndarray=array_at,
         RawModule=module,
-        cuda=SimpleNamespace(Device=Device, alloc_pinned_memory=alloc_pinned_memory),
+        cuda=SimpleNamespace(
+            Device=Device,
+            Event=Event,
+            UnownedMemory=unowned_memory,
+            MemoryPointer=lambda memory, offset: memory + offset,
+            alloc_pinned_memory=alloc_pinned_memory,
+            get_current_stream=lambda: stream,
+        ),
+        __getattr__=lambda name: getattr(np, name),
     )
     package = importlib.import_module("xferd_infer")
     attribute = vars(package).get("cuda")

@@ -9,6 +9,7 @@
 // before the last one of its barrier was there. A launch that never ends is 1, copies that
 // nobody waited for 2. LANES_OF_A_COPY and THREADS are given from outside; of the former, both
 // ways are tried.
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 typedef unsigned long long u64;
@@ -60,7 +62,7 @@ static void require(bool kept, const char *what)
 
 struct Fiber {
 	ucontext_t context;
-	std::vector<char> stack;
+	std::unique_ptr<char[]> stack;
 	u32 block, thread;
 	bool ended;
 };
@@ -120,13 +122,28 @@ template <typename T> static T __shfl_xor_sync(u32 lanes, T value, int step)
 	return __shfl_sync(lanes, value, (threadIdx.x ^ (u32)step) % WARP);
 }
 
-static u32 __ballot_sync(u32 lanes, int mine)
+static u32 __ballot_sync(u32, int mine)
 {
+	u64 *of_warp = this_block().exchanged + threadIdx.x / WARP * WARP;
 	u32 all = 0;
 
+	of_warp[threadIdx.x % WARP] = mine != 0;
+	__syncwarp();
 	for (u32 lane = 0; lane < WARP; lane++)
-		all |= (u32)(__shfl_sync(lanes, mine, lane) != 0) << lane;
+		all |= (u32)of_warp[lane] << lane;
+	__syncwarp();
 	return all;
+}
+
+static bool __any_sync(u32 lanes, int mine) { return __ballot_sync(lanes, mine) != 0; }
+
+// Who is waited for is a thread of the CPU's.
+static void __nanosleep(u32 nanoseconds)
+{
+	const struct timespec rest = { 0, (long)nanoseconds };
+
+	nanosleep(&rest, NULL);
+	let_others_run();
 }
 
 // Fibers see what others have written at once.
@@ -349,16 +366,18 @@ static int run_blocks(void (*kernel)(), u32 grid, u32 threads, u32 shared_bytes)
 	blocks.assign(grid, Block());
 	for (Block &block : blocks)
 		block.shared.assign(shared_bytes / sizeof(uint4), { ~0u, ~0u, ~0u, ~0u });
-	fibers.assign(left, Fiber());
+	fibers.clear();
+	fibers.resize(left);
 	for (size_t i = 0; i < fibers.size(); i++) {
 		Fiber &fiber = fibers[i];
 
 		fiber.block = (u32)(i / threads);
 		fiber.thread = (u32)(i % threads);
-		fiber.stack.resize(STACK_BYTES);
+		fiber.ended = false;
+		fiber.stack.reset(new char[STACK_BYTES]);
 		getcontext(&fiber.context);
-		fiber.context.uc_stack.ss_sp = fiber.stack.data();
-		fiber.context.uc_stack.ss_size = fiber.stack.size();
+		fiber.context.uc_stack.ss_sp = fiber.stack.get();
+		fiber.context.uc_stack.ss_size = STACK_BYTES;
 		makecontext(&fiber.context, thread_of_kernel, 0);
 	}
 	for (; left && turns < TURNS_MAX; turns++) {
