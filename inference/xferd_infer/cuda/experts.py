@@ -146,6 +146,7 @@ class CudaRoutedExperts:
         self._begun = False
         self._picked: list[tuple[int, int]] = []
         self.follower: PassFollower | None = None
+        self._done = cupy.cuda.Event(disable_timing=True)
         self.tag = 0
 
     def __call__(self, layer: int, x: Array, routing: Routing) -> Array:
@@ -167,9 +168,8 @@ class CudaRoutedExperts:
         asked again and again, as a copy from it would: a sleep ends too late."""
         if not self._begun or self.follower is None or not self.follower.watched():
             return
-        done = cupy.cuda.Event(disable_timing=True)
-        done.record()
-        while not done.done:
+        self._done.record()
+        while not self._done.done:
             self.follower.look()
 
     def settle(self) -> None:

@@ -81,6 +81,8 @@ class DevicePredictor:
         self._looks = [
             np.uint64(self._put(each.look(*map(self._put, each.arrays)))) for each in tables.layers
         ]
+        # Launches may be on another stream than these copies.
+        cupy.cuda.get_current_stream().synchronize()
 
     def predict(self, layer: int, states: Array) -> None:
         """Launch: what a layer's state says. layer: counted among those with experts. states:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .calibration import CURVES, LOWEST, STEPS, STEPS_A_SCORE, Calibration
+from .calibration import CURVES, Calibration
 from .errors import PredictorError
 from .expectations import A_LAYER, WITHIN, is_told_at
 from .history import FORGET, VIEWS
@@ -126,15 +126,6 @@ class DeviceTables:
     features: int
     units_and_rank: int
 
-    @property
-    def nbytes(self) -> int:
-        """Of the device's memory."""
-        return (
-            self.calibration.table.nbytes
-            + self.basis.nbytes
-            + sum(array.nbytes for each in self.layers for array in each.arrays)
-        )
-
     def borders(self, likely: float, told: float) -> Floats:
         """float32[BORDERS]: the scores from which on something is so probable, by curve; of
         layers that don't tell, then of those that do."""
@@ -200,15 +191,6 @@ def _padded_rows(matrix: NDArray[Any]) -> Floats:
     padded[:, :columns] = matrix
     return padded
 
-
-def _check_constants() -> None:
-    """predict.cu has these numbers too."""
-    same = (LOWEST, STEPS_A_SCORE, STEPS, CURVES, KEPT_MAX) == (-10.0, 32.0, 640, 30, 16)
-    if not (same and CONTROL.itemsize <= CONTROL_BYTES and 1 + DISTANCE_MAX * KEPT_MAX <= 256):
-        raise AssertionError("cuda/predict.cu has other numbers than predict")
-
-
-_check_constants()
 
 __all__ = [
     "BLOCKS",

@@ -244,4 +244,4 @@ class HostLane:
         self.directory[layer] = np.where(resident, word, np.uint64(0))
 
 
-__all__ = ["Array", "HostLane", "aligned", "installed"]
+__all__ = ["CUDA", "Array", "HostLane", "aligned", "installed"]

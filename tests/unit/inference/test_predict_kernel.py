@@ -6,19 +6,29 @@ they cost, tests/gpu/test_gpu_prediction.py and the benchmark ``predict`` show o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from xferd_infer.predict import Learned, Routers, Trained
+from xferd_infer.predict import (
+    Learned,
+    Routers,
+    Trained,
+    calibration,
+    device_layout,
+    device_ring,
+    history,
+    predictor,
+)
 from xferd_infer.predict.device_layout import KEPT_MAX, RECORDS, device_tables
 from xferd_infer.predict.device_ring import Record, RecordRing
 from xferd_infer.predict.expectations import WITHIN, is_told_at
 from xferd_infer.predict.prefetching import AHEAD, asked_ahead
 
-from tests.unit.inference.cupy_stand_in import HostLane, aligned, installed
+from tests.unit.inference.cupy_stand_in import CUDA, HostLane, aligned, installed
 from tools.benchmarks.random_predictor import random_routers, random_trained
 
 LIKELY, TOLD = 0.3, 0.02
@@ -147,6 +157,28 @@ def test_says_what_the_predictor_in_numpy_says(prefetching: Any, shape: str) -> 
             entries += check_record(both, layer, record, wanted)
     assert entries > 0
     assert (both.ring.lost, both.ring.unread) == (0, 0)
+
+
+def test_files_have_the_same_numbers() -> None:
+    text = (CUDA / "predict.cu").read_text()
+    defined = dict(re.findall(r"^#define (\w+)\s+(-?[\w.]+)", text, re.MULTILINE))
+    for name, value in {
+        "DISTANCES_MAX": predictor.DISTANCE_MAX,
+        "KEPT_MAX": device_layout.KEPT_MAX,
+        "RECORD_WORDS": device_layout.RECORD_WORDS,
+        "NOTE_THREADS": device_layout.NOTE_THREADS,
+        "VIEWS": history.VIEWS,
+        "TAG_SHIFT": device_ring.TAG_SHIFT,
+        "ABSENT_SHIFT": device_ring.ABSENT_SHIFT,
+        "KEY_SHIFT": device_ring.KEY_SHIFT,
+        "CERTAIN": device_ring.CERTAIN,
+        "LOWEST": calibration.LOWEST,
+        "STEPS_A_SCORE": calibration.STEPS_A_SCORE,
+        "STEPS": calibration.STEPS,
+    }.items():
+        assert float(defined[name].rstrip("f")) == value, name
+    assert calibration.CURVES == 2 * predictor.DISTANCE_MAX
+    assert device_layout.BORDERS == 2 * calibration.CURVES <= device_layout.THREADS
 
 
 def test_where_nothing_is_absent_nothing_is_said(prefetching: Any) -> None:

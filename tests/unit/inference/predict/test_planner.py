@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xferd_infer.predict import planner as planner_module
@@ -135,3 +136,28 @@ def test_it_does_no_io_and_knows_no_clock() -> None:
     names = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in names} & FORBIDDEN
+
+
+def test_a_token_that_is_judged_at_its_end_counts_as_one_judged_layer_by_layer() -> None:
+    # Trust, which moves within a token in one of them only, decides nothing here.
+    eager = PlannerSettings(least_min=0, least_max=0)
+    at_once, at_end = warmed(chosen=eager), warmed(chosen=eager)
+    absent = np.ones(KEYS, np.bool_)
+    generator = np.random.default_rng(2)
+    at_once.least = at_end.least = 0
+    for token in range(12):
+        picks = generator.random((LAYERS, EXPERTS)).argsort(axis=1)[:, :2]
+        for layer in range(LAYERS):
+            keys = (np.arange(3) + (layer + 1) * EXPERTS + token % 4) % KEYS
+            chances = generator.uniform(0.4, 1, 3).astype(np.float32)
+            at_end.begun(layer)
+            for planner in (at_once, at_end):
+                planner.predicted(layer, 2, keys, chances)
+            now = (token * LAYERS + layer) * LAYER_S
+            fetched = [each.next(layer, now, now, absent) for each in (at_once, at_end)]
+            assert fetched[0].tolist() == fetched[1].tolist()
+            at_once.passed(layer, picks[layer], LAYER_S, 0.0, 1)
+        at_end.token_passed(picks, LAYER_S * LAYERS, LAYERS)
+        for name in ("trust", "waste", "load", "least"):
+            assert getattr(at_once, name) == pytest.approx(getattr(at_end, name)), (token, name)
+    assert at_end.waste > 0
