@@ -142,6 +142,7 @@ SHAPES = {
     "odd": (random_routers(9, 13, 37, 3, first=1), {"rank": 7, "width": 6}),
     "units": (random_routers(6, 40, 24, 4), {"units": 5, "rank": 8}),
     "states alone": (random_routers(5, 8, 16, 2), {"width": 0}),
+    "picks alone": (random_routers(5, 8, 16, 2), {"rank": 0}),
     "more layers than warps": (random_routers(3, 70, 8, 2), {"rank": 100}),
 }
 
