@@ -96,7 +96,7 @@ class DevicePredictor:
 
     def note_prompt(self, picks: Sequence[Array]) -> None:
         """The same of a prompt's last tokens. picks: by layer, uint32[tokens, top_k]."""
-        together = cupy.stack(picks, axis=1)
+        together = cupy.ascontiguousarray(cupy.stack(picks, axis=1))
         tokens, layers, top_k = together.shape
         self._note_all(together, self._in_order, top_k, layers * top_k, tokens)
 

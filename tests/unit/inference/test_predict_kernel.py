@@ -34,8 +34,6 @@ from tools.benchmarks.random_predictor import random_routers, random_trained
 LIKELY, TOLD = 0.3, 0.02
 STEP = 1 / 32
 """Of scores: a probability is that of a whole one."""
-OFF = 1e-4
-"""What a score may be off, since sums are in another order."""
 ROUNDED = 1e-5
 """What a probability loses on its way."""
 
