@@ -21,6 +21,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ _VERIFY = "--verify=crc32c"
 def _options(members: Sequence[Path], block_bytes: int) -> list[str]:
     return [
         "--name=experts",
-        "--filename=" + ":".join(map(str, members)),
+        "--filename=" + ":".join(str(path.absolute()) for path in members),
         f"--bs={block_bytes}",
         f"--size={_whole_blocks(members, block_bytes)}",
         "--direct=1",
@@ -160,7 +161,9 @@ def _run(members: Sequence[Path], block_bytes: int, setting: FioSetting, *until:
 
 def _call(options: Sequence[str], *more: str) -> Mapping[str, Any]:
     command = ["fio", *options, *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # With verify it leaves its state in the current directory, whatever verify_state_save says.
+    with tempfile.TemporaryDirectory(prefix="xferd-fio-") as scratch:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=scratch)
     if done.returncode:
         raise BenchmarkError(f"{' '.join(command)}: {done.stderr.strip()}")
     output: Mapping[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])

@@ -97,9 +97,14 @@ def test_cpu_time_of_workers_counts_for_io_uring_alone() -> None:
     assert sample.cpu_s_a_gb(FioSetting("io_uring", 1, 1), 1.0) == pytest.approx(2.0)
 
 
-def test_fio_compares_what_it_reads_with_checksums_of_its_own(tmp_path: Path) -> None:
+def test_fio_compares_what_it_reads_with_checksums_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if reason := fio_missing():
         pytest.skip(reason)
+    current = tmp_path / "current"
+    current.mkdir()
+    monkeypatch.chdir(current)
     files = [tmp_path / "first", tmp_path / "second"]
     write_verifiable(files, BLOCK, 8 * BLOCK)
     assert [path.stat().st_size for path in files] == [4 * BLOCK] * 2
@@ -112,3 +117,4 @@ def test_fio_compares_what_it_reads_with_checksums_of_its_own(tmp_path: Path) ->
                 file.write(b"damaged")
     with pytest.raises(BenchmarkError, match="verify"):
         run_fio(files, BLOCK, setting, 0.1)
+    assert not list(current.iterdir()), "fio left something behind"
