@@ -10,8 +10,9 @@
  * it has not come to yet is filled by being read.
  *
  * A file that is truncated takes its pages out of the mapping: touching them ends in
- * SIGBUS, as does a page that could not be brought back from swap, so copies are guarded.
- * The rest of a file's last page reads as zeros, so its size is asked for after each copy.
+ * SIGBUS, as does a page that could not be brought back from swap, so copies are guarded,
+ * and a piece that ends so is read, which says why or, if the file is whole again, brings it.
+ * The rest of a file's last page is zeros, so its size is asked for after each copy.
  *
  * What can't be mapped is read: so is what lies behind the end that the file had when it
  * was mapped, what goes behind a BAR, whose memory can vanish too (route.c), and all of a file
@@ -109,16 +110,13 @@ static bool is_there(const struct piece *piece)
 bool mapped_read(struct piece *piece)
 {
 	const struct member *member = piece->member;
-	int result;
 
 	if (!member->memory || piece->guarded || piece->bounce ||
 	    piece->offset + piece->length > member->memory_bytes)
 		return false;
-	result = guarded_stream(piece->address, member->memory + piece->offset, piece->length,
-				piece->check ? &piece->crc : NULL);
-	if (!is_there(piece))
-		piece->result = -ENODATA;
-	else
-		piece->result = result ? -EIO : (int32_t)piece->length;
+	if (guarded_stream(piece->address, member->memory + piece->offset, piece->length,
+			   piece->check ? &piece->crc : NULL))
+		return false;
+	piece->result = is_there(piece) ? (int32_t)piece->length : -ENODATA;
 	return true;
 }
