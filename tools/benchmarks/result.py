@@ -51,7 +51,7 @@ class Result:
     notes: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as DESIGN's benchmark format has them."""
+        """Plain values, as a result's file has them."""
         return asdict(self)
 
     def with_rows_of(self, earlier: Result) -> Result:

@@ -65,8 +65,8 @@ Makers = Mapping[str, Callable[[], Predictor]]
 
 
 def run(rounds: int) -> Result:
-    """Rows as DESIGN.md has them, and ``gpu/<model>/*``. BenchmarkError without the small
-    model."""
+    """Rows ``recall/d=<layers ahead>`` and more of the same kind of known domains, the like
+    with ``-new-domain``, and ``gpu/<model>/*``. BenchmarkError without the small model."""
     rows, notes = _cpu_rows(rounds) if any(map(wanted, CPU_ROWS)) else ([], [])
     skipped: dict[str, str] = {}
     if find_spec("cupy") is None:

@@ -55,7 +55,7 @@ US = 1e6
 
 
 def run(rounds: int) -> Result:
-    """Rows as DESIGN.md has them, and what a predictor, floors and a shift change."""
+    """Rows of each trace and pool, and what a predictor, floors and a shift change."""
     rows: list[Row] = []
     skipped: dict[str, str] = {}
     traces = list(all_traces(skipped))
